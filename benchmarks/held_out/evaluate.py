@@ -157,7 +157,7 @@ def draw(
     A prefix that several samples share is read once: a multinomial draw splits their number among its next tokens. The
     numbers are distributed as those of samples drawn one by one.
     """
-    rng = np.random.default_rng(seed)
+    rng, device = np.random.default_rng(seed), next(model.parameters()).device
     drawn = []
     for prompt in prompts:
         cache = DynamicCache(config=model.config)
@@ -165,7 +165,7 @@ def draw(
         counts, scores = np.array([per_prompt]), np.zeros((1, 2))
         prefixes, done = torch.empty((1, 0), dtype=torch.long), []
         for step in range(1, MAX_COMPLETION_LENGTH + 1):
-            logits = model(input_ids=tokens, **with_cache(model, cache)).logits[:, -1]
+            logits = model(input_ids=tokens.to(device), **with_cache(model, cache)).logits[:, -1].cpu()
             log_probs = torch.stack([logits, logits / hot_temperature], dim=-1).double().log_softmax(dim=1).numpy()
             probs = (logits / temperature).double().softmax(dim=-1).numpy()
             split = rng.multinomial(counts, probs / probs.sum(axis=1, keepdims=True))
@@ -181,7 +181,7 @@ def draw(
             counts, scores, prefixes = counts[~ended], scores[~ended], prefixes[~ends]
             if not len(counts):
                 break
-            cache.batch_select_indices(torch.from_numpy(rows)[~ends])
+            cache.batch_select_indices(torch.from_numpy(rows)[~ends].to(device))
             tokens = prefixes[:, -1:]
         completions, numbers, values = zip(*done, strict=True)
         values = np.concatenate(values)
@@ -214,20 +214,22 @@ def score(reward_model, tokenizer, prompt: str, completions: torch.Tensor, rows:
     lead = tokenizer(prompt)["input_ids"]
     texts = [[*lead, *row[~torch.isin(row, special)].tolist()] for row in completions]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    found = torch.empty(len(texts))
+    found, device = torch.empty(len(texts)), next(reward_model.parameters()).device
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         width = max(len(texts[i]) for i in chosen)
-        ids = torch.tensor([texts[i] + [tokenizer.pad_token_id] * (width - len(texts[i])) for i in chosen])
+        padded = [texts[i] + [tokenizer.pad_token_id] * (width - len(texts[i])) for i in chosen]
+        ids = torch.tensor(padded, device=device)
         mask = (ids != tokenizer.pad_token_id).long()
-        found[chosen] = reward_model(input_ids=ids, attention_mask=mask).logits[:, 0].float()
+        found[chosen] = reward_model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
     return found.numpy()
 
 
 @torch.no_grad()
 def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: int = 512) -> np.ndarray:
     """Log-probabilities of a prompt's completions (D, T), end token included, shape (D,), nats."""
-    lead = torch.tensor([tokenizer(prompt)["input_ids"]])
+    device = next(model.parameters()).device
+    completions, lead = completions.to(device), torch.tensor([tokenizer(prompt)["input_ids"]], device=device)
     ended = (completions == tokenizer.eos_token_id).long()
     counts = ended.cumsum(dim=1) - ended == 0  # up to the first end token
     order = counts.sum(dim=1).argsort()
@@ -242,5 +244,5 @@ def log_probs(model, tokenizer, prompt: str, completions: torch.Tensor, rows: in
             others = model(input_ids=part[:, :-1], **with_cache(model, cache)).logits
             logits = torch.cat([logits, others], dim=1)
         found = logits.float().log_softmax(dim=-1).gather(2, part.unsqueeze(2)).squeeze(2)
-        values[chosen] = (found * counted).double().sum(dim=1)
+        values[chosen.cpu()] = (found * counted).double().sum(dim=1).cpu()
     return values.numpy()

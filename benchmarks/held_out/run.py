@@ -6,7 +6,8 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
 completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
-instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated.
+instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated. With `--accelerator` runs share the accelerator
+of the machine, but for those of `offline.py`.
 """
 
 import argparse
@@ -33,7 +34,6 @@ from transformers.trainer_utils import get_last_checkpoint
 PROMPTS_PER_UPDATE = 10
 COMPLETIONS_PER_PROMPT = 10  # policy's and proposal's together
 COMMON = {
-    "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
     "lr_scheduler_type": "linear",
@@ -46,6 +46,7 @@ COMMON = {
 # Which of these are left where a plan says `bare`: none that decides what is learned, but for the length of completions
 _OF_THE_MACHINE = ("use_cpu", "bf16", "max_completion_length", "report_to", "disable_tqdm")
 _SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}  # where the run is kept while it goes on
+SAVE_STEPS_ACCELERATOR = 200
 
 
 def trainer_of(name: str) -> tuple[type, type]:
@@ -82,7 +83,13 @@ class Meter(TrainerCallback):
 
 
 def train(
-    world: Any, method: dict[str, Any], seed: int, completions: int, folder: Path, meter: Meter | None = None
+    world: Any,
+    method: dict[str, Any],
+    seed: int,
+    completions: int,
+    folder: Path,
+    meter: Meter | None = None,
+    accelerator: bool = False,
 ) -> tuple[Any, list[dict]]:
     """One run of a method; its trainer, and what it logged."""
     from datasets import Dataset
@@ -99,6 +106,7 @@ def train(
     size = COMPLETIONS_PER_PROMPT // drawn_by
     fields = COMMON | {
         "output_dir": str(folder / "trainer"),
+        "use_cpu": not accelerator,
         "seed": seed,
         "num_generations": size,
         "per_device_train_batch_size": PROMPTS_PER_UPDATE * size,
@@ -108,6 +116,7 @@ def train(
     if method.get("bare"):  # the defaults of the configuration, as many epochs as it says
         fields = {name: fields[name] for name in ("output_dir", "seed", *_OF_THE_MACHINE)}
     fields |= _SAVED if world.lasting else {"save_strategy": "no"}
+    fields |= {"save_steps": SAVE_STEPS_ACCELERATOR} if world.lasting and accelerator else {}
     trainer = trainer_class(
         model=world.policy_path,
         reward_funcs=world.reward,
@@ -122,6 +131,11 @@ def train(
     if method.get("adapter"):
         trainer.model = trainer.model.merge_and_unload()
     return trainer, trainer.state.log_history
+
+
+def on_device(reward_model: Any, device: torch.device) -> Any:
+    """A reward model there, or a reward that is none."""
+    return reward_model.to(device) if isinstance(reward_model, torch.nn.Module) else reward_model
 
 
 def evaluate(
@@ -139,7 +153,8 @@ def evaluate(
     samples = world.samples if samples is None else samples
     hot_samples = world.hot_samples if hot_samples is None else hot_samples
     prompts, tokenizer = world.prompts("unseen"), world.tokenizer
-    reference, reward_model = world.load_policy(), world.load_reward_model()
+    device = next(model.parameters()).device
+    reference, reward_model = world.load_policy().to(device), on_device(world.load_reward_model(), device)
     read = [prompt + suffix for prompt in prompts]
     drawn = world.draw(model, read, samples, 10_000 + seed)
     drawn_hot = world.draw(model, read, hot_samples, 20_000 + seed, world.hot_temperature)
@@ -179,7 +194,8 @@ def evaluate(
 def proposed(world: Any, model: torch.nn.Module, seed: int, temperature: float) -> dict[str, Any]:
     """How many of a proposal's samples of the unseen prompts are bad, and each construction's share of all of them."""
     model.eval()
-    prompts, tokenizer, reward_model = world.prompts("unseen"), world.tokenizer, world.load_reward_model()
+    prompts, tokenizer = world.prompts("unseen"), world.tokenizer
+    reward_model = on_device(world.load_reward_model(), next(model.parameters()).device)
     kinds: dict[str, float] = {}
     number = world.proposal_samples
     for prompt, found in zip(prompts, world.draw(model, prompts, number, 30_000 + seed, temperature), strict=True):
@@ -198,6 +214,7 @@ def run(
     completions: int,
     folder: Path,
     samples: int | None,
+    accelerator: bool = False,
 ) -> str:
     """
     Trains and evaluates one run; `results.json` appears when it is done. One that is kept goes on where it was killed. Returns what it
@@ -213,7 +230,7 @@ def run(
     meter = Meter(world, running / "spent.json")
     with open(running / "log.txt", "a", encoding="utf-8") as log:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            trainer, history = train(world, method, seed, completions, running, meter)
+            trainer, history = train(world, method, seed, completions, running, meter, accelerator)
             spent, trained, before = meter.total(), time.perf_counter(), world.costs()
             if world.lasting:
                 trainer.accelerator.unwrap_model(trainer.model).save_pretrained(running / "policy")
@@ -262,6 +279,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=16_000)
     parser.add_argument("--samples", type=int, help="evaluated completions a prompt; by default the world's")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--accelerator", action="store_true", help="instead of the CPU")
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
     if unknown := set(options.methods or ()) - set(plan):
@@ -273,10 +291,11 @@ def main() -> None:
             label = "".join(letter if letter.isalnum() else "-" for letter in name)
             folder = options.output_dir / f"{options.completions}-{label}-{digest}-seed{seed}"
             if not (folder / "results.json").exists():
-                jobs.append((options.world, name, plan[name], seed, options.completions, folder, options.samples))
+                job = options.world, name, plan[name], seed, options.completions, folder
+                jobs.append((*job, options.samples, options.accelerator))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=spawn, initializer=prepare_worker) as pool:
-        waiting = {pool.submit(run, *job): job[-2].name for job in jobs}
+        waiting = {pool.submit(run, *job): job[5].name for job in jobs}
         for done, future in enumerate(as_completed(waiting), 1):
             error = future.exception()
             said = f"failed: {error!r}" if error else f"done, {future.result()}"

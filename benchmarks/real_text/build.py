@@ -15,6 +15,7 @@ and `bad.txt` holds bad completions to read. Runs, results and tables are those 
     python -m benchmarks.real_text.gains runs/real_text/policy runs/real_text/meaning-20
 
 A build goes on where it was killed, and does nothing again for the same text and options. It uses one thread, so that it can be repeated.
+With `--accelerator` the policy is trained and sampled on the accelerator of the machine, for larger ones.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .judges import JUDGES, Judge
-from .policy import SEED, PolicySettings, build_policy, fingerprint
+from .policy import CPU, SEED, PolicySettings, build_policy, device_of, fingerprint
 from .sampling import POLICY, sample
 
 
@@ -40,7 +41,9 @@ HOT_TEMPERATURE = 1.2  # of the samples that find rare outputs in an evaluation
 READ = 40  # bad completions kept to read, chosen at random
 
 
-def build_worlds(folder: Path, mark: str, judges: list[str], lengths: list[int], per_prompt: int) -> None:
+def build_worlds(
+    folder: Path, mark: str, judges: list[str], lengths: list[int], per_prompt: int, device: torch.device = CPU
+) -> None:
     """Writes the worlds that are not there. `mark` is the fingerprint of the policy."""
     missing = []
     for length in lengths:
@@ -51,7 +54,7 @@ def build_worlds(folder: Path, mark: str, judges: list[str], lengths: list[int],
                 missing.append((length, name, own))
     for length in sorted({length for length, *_ in missing}):
         tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-        policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+        policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval().to(device)
         lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
         start = time.perf_counter()
@@ -107,12 +110,16 @@ def main() -> None:
         )
     parser.add_argument("--prompts", type=int, nargs=2, default=[TRAINING_PROMPTS, UNSEEN_PROMPTS])
     parser.add_argument("--calibration", type=int, default=60, help="completions a prompt for the threshold")
+    parser.add_argument("--accelerator", action="store_true", help="instead of the CPU")
     options = parser.parse_args()
+    device = device_of(options.accelerator)
     torch.set_num_threads(1)  # the order of floating-point sums depends on the number of threads
     settings = PolicySettings(**{field.name: getattr(options, field.name) for field in fields(PolicySettings)})
-    found = build_policy(options.text, options.output_dir, settings, *options.prompts)
+    found = build_policy(options.text, options.output_dir, settings, *options.prompts, device)
     print(json.dumps(found), flush=True)
-    build_worlds(options.output_dir, found["fingerprint"], options.judges, options.lengths, options.calibration)
+    build_worlds(
+        options.output_dir, found["fingerprint"], options.judges, options.lengths, options.calibration, device
+    )
 
 
 if __name__ == "__main__":

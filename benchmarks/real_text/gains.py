@@ -26,6 +26,7 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from transformers import AutoModelForCausalLM
 
 from ..held_out.evaluate import load_world
+from .policy import device_of
 from .sampling import (
     POLICY,
     Sampler,
@@ -140,12 +141,13 @@ def main() -> None:
     parser.add_argument("--per_prompt", type=int, default=60, help="a quarter of the samples of each prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="file for the figures")
+    parser.add_argument("--accelerator", action="store_true", help="instead of the CPU")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    start, world = time.perf_counter(), load_world(options.world)
-    policy = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32).eval()
+    start, world, device = time.perf_counter(), load_world(options.world), device_of(options.accelerator)
+    policy = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.float32).eval().to(device)
     own = options.policy.resolve() == Path(world.policy_path).resolve()
-    found = measure(world, policy, None if own else world.load_policy(), options.per_prompt, options.seed)
+    found = measure(world, policy, None if own else world.load_policy().to(device), options.per_prompt, options.seed)
     found |= {"command": sys.argv, "seconds": round(time.perf_counter() - start)} | world.costs()
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """
 Text of a folder, a tokenizer of it, and a small Llama trained on it.
 
-Everything is drawn by fixed seeds. Training goes on from its last checkpoint when it is killed.
+Everything is drawn by fixed seeds. Training goes on from its last checkpoint when it is killed. On an accelerator it computes in bfloat16
+where that is safe (autocast), and is not repeatable to the last bit.
 
 Axis letters: B windows of a batch, T tokens of a window.
 """
@@ -25,10 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 SEED = 20261125
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
+CPU = torch.device("cpu")
 WINDOW = 128  # tokens, also the model's most
 HELD_OUT = 0.08  # share of the paragraphs: of them are the prompts, and the validation perplexity
 PROMPT_TOKENS = (6, 10)
-SAVE_STEPS = 100
+SAVE_STEPS, SAVE_STEPS_ACCELERATOR = 100, 1000
 _PARAGRAPHS = re.compile(r"\n\s*\n|\n%\n")
 _SENTENCES = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[\"(]?[A-Z])")
 
@@ -109,14 +111,15 @@ def tokenize(paragraphs: list[str], tokenizer) -> torch.Tensor:
 
 def build_model(settings: PolicySettings, vocabulary: int) -> LlamaForCausalLM:
     """A Llama with random weights."""
+    heads = max(4, settings.width // 64)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocabulary,
             hidden_size=settings.width,
             intermediate_size=settings.width * 8 // 3,
             num_hidden_layers=settings.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=WINDOW,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -133,13 +136,14 @@ def windows(tokens: torch.Tensor, number: int, batch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(SEED + epoch)
     offset = int(torch.randint(WINDOW, (1,), generator=generator))
     order = torch.randperm(len(tokens) // WINDOW - 1, generator=generator)[place * batch : (place + 1) * batch]
-    return torch.stack([tokens[offset + i * WINDOW :][:WINDOW] for i in order.tolist()])
+    return tokens[offset + order.unsqueeze(1) * WINDOW + torch.arange(WINDOW)]
 
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, tokens: torch.Tensor, batch: int = 32) -> float:
     """Perplexity of tokens (T,), in windows, of all tokens of a window but the first."""
     parts = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW).split(batch)
+    parts = [part.to(model.device) for part in parts]
     losses = [model(input_ids=part, labels=part).loss.item() * len(part) for part in parts]
     return math.exp(sum(losses) / sum(map(len, parts)))
 
@@ -162,16 +166,17 @@ def load_training(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             if part == "value":
                 parameters[name].data.copy_(file.get_tensor(key))
             else:
-                optimizer.state[parameters[name]][part] = file.get_tensor(key)
+                kept = file.get_tensor(key)
+                optimizer.state[parameters[name]][part] = kept if part == "step" else kept.to(parameters[name].device)
         return int(file.metadata()["step"]), float(file.metadata()["seconds"])
 
 
 def train_policy(
-    tokens: torch.Tensor, settings: PolicySettings, vocabulary: int, checkpoint: Path
+    tokens: torch.Tensor, settings: PolicySettings, vocabulary: int, checkpoint: Path, device: torch.device = CPU
 ) -> tuple[LlamaForCausalLM, float]:
     """A policy trained on tokens (T,), and the seconds that it took, those before the last checkpoint included."""
     set_seed(SEED)
-    model = build_model(settings, vocabulary)
+    model, fast = build_model(settings, vocabulary).to(device), device.type != "cpu"
     matrices = [x for x in model.parameters() if x.dim() > 1]
     others = [x for x in model.parameters() if x.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -186,17 +191,26 @@ def train_policy(
         decay = 0.55 + 0.45 * math.cos(math.pi * step / steps)
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * min((step + 1) / warm_up, decay)
-        batch = windows(tokens, step, settings.batch)
-        loss = model(input_ids=batch, labels=batch).loss
+        batch = windows(tokens, step, settings.batch).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=fast):
+            loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % SAVE_STEPS == 0:
+        if (step + 1) % (SAVE_STEPS_ACCELERATOR if fast else SAVE_STEPS) == 0:
             seconds = time.perf_counter() - start
             save_training(checkpoint, model, optimizer, step + 1, seconds)
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
     return model.eval(), time.perf_counter() - start
+
+
+def device_of(accelerator: bool) -> torch.device:
+    """The accelerator of this machine, or the CPU."""
+    found = torch.accelerator.current_accelerator() if accelerator else CPU
+    if found is None:
+        raise SystemExit("error: PyTorch finds no accelerator here; leave out --accelerator.")
+    return found
 
 
 def fingerprint(*parts: object) -> str:
@@ -204,13 +218,16 @@ def fingerprint(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def build_policy(text: Path, folder: Path, settings: PolicySettings, training: int, unseen: int) -> dict:
+def build_policy(
+    text: Path, folder: Path, settings: PolicySettings, training: int, unseen: int, device: torch.device = CPU
+) -> dict:
     """
     Writes tokenizer, policy and prompts, unless they are there; returns what is known of them, with a `fingerprint` of the text and
     the settings. `policy.json` appears last.
     """
     paragraphs = read_paragraphs(text)
-    mark, described = fingerprint(paragraphs, asdict(settings), training, unseen, SEED), folder / "policy.json"
+    where = () if device.type == "cpu" else (device.type,)
+    mark, described = fingerprint(paragraphs, asdict(settings), training, unseen, SEED, *where), folder / "policy.json"
     if described.exists() and (found := json.loads(described.read_text(encoding="utf-8")))["fingerprint"] == mark:
         return found
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +240,7 @@ def build_policy(text: Path, folder: Path, settings: PolicySettings, training: i
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     tokens = tokenize(known, tokenizer)
     checkpoint = folder / f"training-{mark}.safetensors"
-    model, seconds = train_policy(tokens, settings, len(tokenizer), checkpoint)
+    model, seconds = train_policy(tokens, settings, len(tokenizer), checkpoint, device)
     model.save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     found = {

@@ -72,12 +72,12 @@ def mixed(temperature: float, share: float) -> Sampler:
 
 def favouring(tokens: torch.Tensor, bonus: float, name: str) -> Sampler:
     """The logits of tokens, a mask (V,), raised by `bonus` nats."""
-    return Sampler(f"{name} +{bonus:g}", lambda logits, _: (logits + bonus * tokens).log_softmax(-1))
+    return Sampler(f"{name} +{bonus:g}", lambda logits, _: (logits + bonus * tokens.to(logits.device)).log_softmax(-1))
 
 
 def tilted(bonus: torch.Tensor, name: str) -> Sampler:
     """The logits of tokens raised by what each has in `bonus` (V,), nats."""
-    return Sampler(name, lambda logits, _: (logits + bonus).log_softmax(-1))
+    return Sampler(name, lambda logits, _: (logits + bonus.to(logits.device)).log_softmax(-1))
 
 
 def of_model(model: nn.Module, name: str) -> Sampler:
@@ -94,36 +94,39 @@ def sample(
     sampler: Sampler,
     seed: int,
     scored: Sequence[Sampler] = (),
-    rows: int = 256,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Completions of prompts, in their order, and the log-probabilities of each under the samplers of `scored`.
+    Completions of prompts, in their order, and the log-probabilities of each under the samplers of `scored`; `rows` are drawn at once.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Tokens (N, T) up to the first end token, padding behind it, with N = prompts ·
         `per_prompt`; log-probabilities (N, S), nats.
     """
     end, padding = policy.config.eos_token_id, policy.config.pad_token_id
+    device = next(policy.parameters()).device
+    rows = rows or (256 if device.type == "cpu" else 2048)
     generator = torch.Generator().manual_seed(seed)
     number = len(prompts) * per_prompt
     tokens = torch.full((number, length), padding)
     values = torch.zeros(number, len(scored), dtype=torch.double)
     for places in _of_one_length(prompts, per_prompt, rows):
-        heads = torch.tensor([prompts[i // per_prompt] for i in places.tolist()])
+        heads = torch.tensor([prompts[i // per_prompt] for i in places.tolist()], device=device)
         models = _Models(policy, [sampler, *scored])
         logits = models.read(heads)
         for step in range(length):
-            probs = sampler.log_probs(logits[sampler.model], torch.tensor([step])).exp()
+            place = torch.tensor([step], device=device)
+            probs = sampler.log_probs(logits[sampler.model], place).exp()
             chosen = _choose(probs, generator)
             for column, other in enumerate(scored):
-                log_probs = other.log_probs(logits[other.model], torch.tensor([step]))
-                values[places, column] += log_probs.gather(1, chosen).squeeze(1).double()
-            tokens[places, step] = chosen.squeeze(1)
+                log_probs = other.log_probs(logits[other.model], place)
+                values[places, column] += log_probs.gather(1, chosen).squeeze(1).double().cpu()
+            tokens[places, step] = chosen.squeeze(1).cpu()
             goes_on = chosen.squeeze(1) != end
             if step == length - 1 or not goes_on.any():
                 break
             if not goes_on.all():
-                places, chosen = places[goes_on], chosen[goes_on]
+                places, chosen = places[goes_on.cpu()], chosen[goes_on]
                 models.keep(torch.where(goes_on)[0])
             logits = models.read(chosen)
     return tokens, values
@@ -136,20 +139,22 @@ def densities(
     owners: torch.Tensor,
     tokens: torch.Tensor,
     samplers: Sequence[Sampler],
-    rows: int = 64,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """Log-probabilities (N, S) of completions (N, T), of the prompts at `owners` (N,), under samplers: nats, the end token included."""
+    device = next(policy.parameters()).device
+    rows = rows or (64 if device.type == "cpu" else 512)
     ended = (tokens == policy.config.eos_token_id).long()
     counted = ended.cumsum(dim=1) - ended == 0  # up to the first end token
     values = torch.zeros(len(tokens), len(samplers), dtype=torch.double)
     for chosen in _of_one_length([prompts[i] for i in owners.tolist()], 1, rows):
-        heads = torch.tensor([prompts[i] for i in owners[chosen].tolist()])
-        part = tokens[chosen]
+        heads = torch.tensor([prompts[i] for i in owners[chosen].tolist()], device=device)
+        part = tokens[chosen].to(device)
         logits = _Models(policy, samplers).read(torch.cat([heads, part[:, :-1]], dim=1), keep=part.size(1))
-        places = torch.arange(part.size(1)).unsqueeze(1)
+        places = torch.arange(part.size(1), device=device).unsqueeze(1)
         for column, sampler in enumerate(samplers):
             found = sampler.log_probs(logits[sampler.model], places).gather(2, part.unsqueeze(2)).squeeze(2)
-            values[chosen, column] = found.double().masked_fill(~counted[chosen], 0).sum(dim=1)
+            values[chosen, column] = found.double().cpu().masked_fill(~counted[chosen], 0).sum(dim=1)
     return values
 
 
@@ -184,5 +189,5 @@ def _of_one_length(prompts: list[list[int]], per_prompt: int, rows: int) -> Iter
 def _choose(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A token (N, 1) of each row of probabilities (N, V); sums in double precision, since the tail of the vocabulary counts."""
     sums = probs.double().cumsum(dim=1)
-    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.double) * sums[:, -1:]
+    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.double).to(sums) * sums[:, -1:]
     return torch.searchsorted(sums, u, right=True).clamp(max=probs.size(1) - 1)

@@ -64,7 +64,8 @@ class RealTextWorld(HeldOutWorld):
         return np.array(reward_model(completions=texts))
 
     def log_probs(self, model: torch.nn.Module, prompt: str, completions: torch.Tensor) -> np.ndarray:
-        return log_probs(model, self.tokenizer, prompt, completions, rows=64)
+        rows = 64 if next(model.parameters()).device.type == "cpu" else 512
+        return log_probs(model, self.tokenizer, prompt, completions, rows=rows)
 
     def kind_of(self, text: str) -> str:
         return "bad"

@@ -81,7 +81,8 @@ class Chain(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.config = GPT2Config(vocab_size=4, n_embd=4, n_layer=1, n_head=1)
-        self.table = torch.tensor([[0.0, 1, 2, -3], [0, 0, 0, 0], [1, 0, 1, -2], [2, 2, 0, 0]])
+        table = torch.tensor([[0.0, 1, 2, -3], [0, 0, 0, 0], [1, 0, 1, -2], [2, 2, 0, 0]])
+        self.table = torch.nn.Parameter(table, requires_grad=False)
 
     def forward(self, input_ids, past_key_values=None, use_cache=None):
         return SimpleNamespace(logits=self.table[input_ids])

@@ -15,9 +15,10 @@ from benchmarks.held_out import evaluate, run, table
 from benchmarks.real_text import build, gains, judges, policy, sampling
 from benchmarks.real_text.policy import PolicySettings
 
-from ..conftest import build_model
+from ..conftest import DEVICE, USE_CPU, build_model
 
 
+ACCELERATOR = [] if USE_CPU else ["--accelerator"]
 SETTINGS = PolicySettings(vocabulary=300, layers=1, width=16, batch=2, steps=8)
 
 
@@ -84,12 +85,12 @@ def chain():
     for row in itertools.product(range(6), repeat=3):
         end = row.index(1) + 1 if 1 in row else 3
         tokens.append((*row[:end], *[0] * (3 - end)))
-    return build_model("llama", 6).eval(), [[2, 3], [4, 5, 2]], torch.tensor(sorted(set(tokens)))
+    return build_model("llama", 6).eval().to(DEVICE), [[2, 3], [4, 5, 2]], torch.tensor(sorted(set(tokens)))
 
 
 def test_densities_and_samples(chain):
     model, prompts, every = chain
-    other = build_model("llama", 6, seed=1).eval()
+    other = build_model("llama", 6, seed=1).eval().to(DEVICE)
     samplers = [
         sampling.POLICY,
         sampling.at_temperature(2.0),
@@ -189,7 +190,9 @@ def world(text, tmp_path, monkeypatch):
     monkeypatch.setattr(Length, "left", 10**9)
     options = "--judges length --lengths 6 --prompts 10 4 --calibration 30".split()
     settings = [f"--{name}={value}" for name, value in asdict(SETTINGS).items()]
-    monkeypatch.setattr(sys, "argv", ["build", str(text), f"--output_dir={tmp_path / 'rt'}", *options, *settings])
+    monkeypatch.setattr(
+        sys, "argv", ["build", str(text), f"--output_dir={tmp_path / 'rt'}", *options, *settings, *ACCELERATOR]
+    )
     for _ in range(2):  # the second time it is there
         build.main()
         monkeypatch.setattr(build, "sample", None)
@@ -198,7 +201,7 @@ def world(text, tmp_path, monkeypatch):
 
 def test_world(world):
     assert world.described["completion_length"] == 6 and world.described["p_bad"] <= 0.01
-    prompts, model = world.prompts("unseen"), world.load_policy()
+    prompts, model = world.prompts("unseen"), world.load_policy().to(DEVICE)
     for prompt, drawn in zip(prompts, world.draw(model, prompts, 40, 3, 1.2), strict=True):
         assert drawn.counts.sum() == 40 and drawn.completions.size(1) == 6
         np.testing.assert_allclose(drawn.log_probs, world.log_probs(model, prompt, drawn.completions), atol=1e-4)
@@ -211,8 +214,9 @@ def test_world(world):
 @pytest.mark.trainer
 def test_killed_run_goes_on(world, tmp_path, monkeypatch):
     monkeypatch.setitem(run._SAVED, "save_steps", 1)
+    monkeypatch.setattr(run, "SAVE_STEPS_ACCELERATOR", 1)
     method = {"trainer": "reinforce", "config": {"learning_rate": 1e-3, "logging_steps": 1}}
-    job = (world.folder, "REINFORCE", method, 0, 400, tmp_path / "run", 20)
+    job = (world.folder, "REINFORCE", method, 0, 400, tmp_path / "run", 20, not USE_CPU)
     Length.left = 2
     with pytest.raises(KeyboardInterrupt):
         run.run(*job)
