@@ -17,7 +17,8 @@ prefix: components then miss some of its bad outputs, and few completions carry 
 `rare_events.py` in the world of two tokens, which are trained first if they are not there.
 
 With `--models` nothing is enumerated, and pilots are taken from one pool of completions. With `--runs` too, each seed is a whole run of
-`draw_by_pilot`. The file keeps the runs, and their mean is taken for the truth.
+`draw_by_pilot`. The file keeps the runs, and their mean is taken for the truth. Processes with a `--first_seed` and a file each can share the
+work; their files, one behind the other, are one.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.held_out.evaluate import load_world
 from benchmarks.rare_world import load_tables, train
+from benchmarks.real_text.policy import device_of
 from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import prob_bad
@@ -224,29 +226,31 @@ def gain_of_prompts(known: torch.Tensor, moments: torch.Tensor, floor: float = 0
 class Models:
     """A policy of a held-out world, or of one of real text, with the initial policy as reference, and what `draw` takes."""
 
-    def __init__(self, policy: Path, folder: Path, prompts: int) -> None:
-        world = load_world(folder)
+    def __init__(self, policy: Path, folder: Path, prompts: int, accelerator: bool = False) -> None:
+        world, device = load_world(folder), device_of(accelerator)
         self.name, self.threshold, self.rest = world.name, world.threshold, (world.completion_length,)
         self.policy, reference = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (policy, world.policy_path)
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+            for path in (policy, world.policy_path)
         )
         reward = world.load_reward_model()
-        self.options = {"batch_size": 256, "progress": False}
+        self.options = {"batch_size": 256 if device.type == "cpu" else 1024, "progress": False}
         if isinstance(reward, torch.nn.Module):
+            reward = reward.to(device)
             self.options["reward_tokenizer"] = AutoTokenizer.from_pretrained(world.reward_model_path)
         self.given = world.tokenizer, world.prompts("unseen")[:prompts], reward
         self.components = policy_components(self.policy, reference)
 
 
-def runs_report(models: Models, path: Path, total: int, seeds: int, threshold: float) -> None:
-    """Coverage of the interval over whole runs, and their squared error against plain sampling's."""
+def runs_report(models: Models, path: Path, total: int, seeds: int, threshold: float, first_seed: int = 0) -> None:
+    """Coverage of the interval over so many whole runs, and their squared error against plain sampling's."""
     policy, *given = models.policy, *models.given
     path.parent.mkdir(parents=True, exist_ok=True)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     setting = [models.name, threshold, total, len(models.given[1])]
     if any(run["setting"] != setting for run in done):
         raise ValueError(f"`{path}` holds runs of other settings; name another file.")
-    for seed in range(len(done), seeds):
+    for seed in range(first_seed + len(done), first_seed + seeds):
         drawn, _ = draw_by_pilot(
             *(policy, models.components, *given, total, *models.rest),
             **{"thresholds": [threshold], "seed": seed, **models.options},
@@ -433,14 +437,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=100, help="completions of each from each component")
     parser.add_argument("--threshold", type=float, help="in place of the world's")
     parser.add_argument("--runs", type=Path, help="file (JSON lines) of whole runs of those; made ones are kept")
+    parser.add_argument("--first_seed", type=int, default=0, help="of the runs in a file")
+    parser.add_argument("--accelerator", action="store_true", help="for --models, instead of the CPU")
     parser.add_argument("--mbar", action="store_true", help="the second opinion alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.models:
-        models = Models(*options.models, options.prompts)
+        models = Models(*options.models, options.prompts, options.accelerator)
         threshold = models.threshold if options.threshold is None else options.threshold
         if options.runs:
-            runs_report(models, options.runs, options.total, options.seeds, threshold)
+            runs_report(models, options.runs, options.total, options.seeds, threshold, options.first_seed)
         else:
             models_report(models, options.size, options.total, options.seeds, threshold)
         return
