@@ -25,7 +25,7 @@ def train(make, own, **kwargs):
         "peft_config": lora("llama"),
         "proposal_peft_config": own,
     }
-    trainer = make(model="llama", extra=extra, beta=0.1, learning_rate=0.1, **kwargs)
+    trainer = make(model="llama", extra=extra, **({"beta": 0.1, "learning_rate": 0.1} | kwargs))
     assert isinstance(trainer.proposal, SecondAdapter)
     assert any(isinstance(p, bnb.nn.Params4bit) for p in trainer.model.parameters())
     start = {name: p.clone() for name, p in trainer.model.named_parameters()}
@@ -68,7 +68,9 @@ def test_optimizers_in_8_bits_resume_bit_for_bit(make, tmp_path, tokenizer, opti
 
 
 def test_shared_rows_change_no_update(make):
-    shared, separate = (train(make, None, share_prompts=share)[0] for share in ("auto", False))
+    """Adam would make large steps of the rounding errors of small gradients."""
+    plain = {"optim": "sgd", "learning_rate": 1.0}
+    shared, separate = (train(make, None, share_prompts=share, **plain)[0] for share in ("auto", False))
     assert shared._guard.share_prompts and not separate._guard.share_prompts
     for (name, p), q in zip(shared.model.named_parameters(), separate.model.parameters(), strict=True):
         if "lora_" in name:  # in bfloat16
