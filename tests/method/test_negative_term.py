@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trl_repulse import RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.method.negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
 
 
@@ -75,13 +76,27 @@ def test_the_contract(make, monkeypatch, term, trainer_cls, settings):
         assert any("negative/worst" in log for log in trainer.state.log_history)
 
 
-def test_a_users_term_lowers_bad_outputs(make, evaluator):
-    def p_bad(cls, **settings):
-        trainer = make(
-            cls, num_generations=8, per_device_train_batch_size=32, max_steps=20, learning_rate=3e-3, **settings
-        )
-        trainer.train()
-        return evaluator.evaluate(trainer.model).log_prob_bad
+def test_a_users_term_lowers_what_it_weighs(make, monkeypatch):
+    """Whatever the policy's own samples do in the same step."""
+    weigh, seen, log_p = WorstAgain.weigh, [], []
 
+    def spy(self, batch, *args):
+        seen.append(batch | weigh(self, batch, *args))
+        return weigh(self, batch, *args)
+
+    def tokens(batch, name):
+        ids, mask = (batch[f"{name}_{part}"].view(-1, batch[f"{name}_{part}"].size(-1)) for part in ("ids", "mask"))
+        return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+
+    monkeypatch.setattr(WorstAgain, "weigh", spy)
     term = {"proposal": "policy", "target_dist_beta": -2.0, "alpha_normalization": "none"}
-    assert p_bad(with_own_term(RePULSeTrainer), alpha=1.0, **term) < p_bad(RePULSeTrainer, alpha=0.0) - 0.1
+    step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "max_grad_norm": 1e9}
+    for alpha in (1.0, 1e-9):
+        trainer = make(with_own_term(RePULSeTrainer), alpha=alpha, **term, **step)
+        trainer.train()
+        prompts, completions = tokens(seen[-1], "prompt"), tokens(seen[-1], "proposal_completion")
+        prompts = [ids for ids in prompts for _ in range(len(completions) // len(prompts))]
+        log_p.append(completion_log_probs(trainer.model, prompts, completions)[0])
+    with_term, without = seen
+    assert torch.equal(with_term["proposal_completion_ids"], without["proposal_completion_ids"])
+    assert float((with_term[COEFFICIENTS[NEGATIVE]].cpu().flatten() * (log_p[0] - log_p[1])).sum()) > 0.01
