@@ -17,8 +17,8 @@ prefix: components then miss some of its bad outputs, and few completions carry 
 `rare_events.py` in the world of two tokens, which are trained first if they are not there.
 
 With `--models` nothing is enumerated, and pilots are taken from one pool of completions. With `--runs` too, each seed is a whole run of
-`draw_by_pilot`. The file keeps the runs, and their mean is taken for the truth. Processes with a `--first_seed` and a file each can share the
-work; their files, one behind the other, are one.
+`draw_by_pilot`. The file keeps the runs, and their mean is taken for the truth. Processes can share the work, each with a `--first_seed`
+and a file of its own; join the files for the report.
 """
 
 import argparse

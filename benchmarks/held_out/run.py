@@ -6,8 +6,8 @@ Trains and evaluates many runs in a held-out world, several at a time, and keeps
 
 A plan names methods; a method is a trainer and the fields of its configuration. Every method draws the same number of
 completions, of the same number of prompts an update. With `bare: true` a method has its configuration's own defaults
-instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated. With `--accelerator` runs share the accelerator
-of the machine, but for those of `offline.py`.
+instead, and with `adapter: true` it trains a LoRA adapter. Finished runs are not repeated. With `--accelerator` runs share the machine's
+accelerator; those of `offline.py` stay on the CPU.
 """
 
 import argparse
@@ -46,7 +46,7 @@ COMMON = {
 # Which of these are left where a plan says `bare`: none that decides what is learned, but for the length of completions
 _OF_THE_MACHINE = ("use_cpu", "bf16", "max_completion_length", "report_to", "disable_tqdm")
 _SAVED = {"save_strategy": "steps", "save_steps": 20, "save_total_limit": 1}  # where the run is kept while it goes on
-SAVE_STEPS_ACCELERATOR = 200
+SAVE_STEPS_ACCELERATOR = 200  # there updates are fast, and policies large
 
 
 def trainer_of(name: str) -> tuple[type, type]:

@@ -81,8 +81,9 @@ def test_a_users_term_lowers_what_it_weighs(make, monkeypatch):
     weigh, seen, log_p = WorstAgain.weigh, [], []
 
     def spy(self, batch, *args):
-        seen.append(batch | weigh(self, batch, *args))
-        return weigh(self, batch, *args)
+        made = weigh(self, batch, *args)
+        seen.append(batch | made)
+        return made
 
     def tokens(batch, name):
         ids, mask = (batch[f"{name}_{part}"].view(-1, batch[f"{name}_{part}"].size(-1)) for part in ("ids", "mask"))
