@@ -35,7 +35,7 @@ from benchmarks.rare_world import load_tables, train
 from benchmarks.real_text.policy import device_of
 from examples.worlds import two_tokens
 from trl_repulse.evaluation.rare.components import Component
-from trl_repulse.evaluation.rare.estimates import prob_bad
+from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
 from trl_repulse.evaluation.rare.pilot import (
     choose_counts,
@@ -70,7 +70,9 @@ class World:
         self.bad = self.rewards < self.threshold
         self.components = policy_components(POLICY, REFERENCE if REFERENCE in self.logits else None)
         self.columns = [self.log_prob(each) for each in (Component(POLICY), *self.components.values())]
-        self.truth = float((self.columns[0].exp() * self.bad).sum(dim=1).mean())
+        tail = self.columns[0].exp() * self.bad  # (P, S)
+        self.truth = float(tail.sum(dim=1).mean())
+        self.cvar = float((tail * self.rewards).sum(dim=1).mean()) / self.truth  # at the level P(bad)
 
     def log_prob(self, component: Component) -> torch.Tensor:
         models = self.logits[POLICY], self.logits[component.model]
@@ -194,9 +196,11 @@ def report(world: World, total: int, seeds: int) -> tuple[str, ...]:
     grid["all alike"] = world.squared_error({0: 0.5} | dict.fromkeys(range(1, others + 1), 0.5 / others), total)
     plain = world.squared_error({0: 1.0}, total)
     best = min([*grid, "plain"], key=lambda name: (grid | {"plain": plain})[name])
-    squares, held, found = [], 0, 0.0
+    squares, held, cvars_held, found = [], 0, 0, 0.0
     for seed in range(seeds):
-        estimate = prob_bad(world.drawn_by_pilot(total, torch.Generator().manual_seed(seed)), world.threshold)
+        sample = world.drawn_by_pilot(total, torch.Generator().manual_seed(seed))
+        estimate, mean = prob_bad(sample, world.threshold), cvar(sample, world.truth)
+        cvars_held += mean.low <= world.cvar <= mean.high
         squares.append((estimate.value / world.truth - 1) ** 2)
         held += estimate.low <= world.truth <= estimate.high
         found += estimate.value / world.truth / seeds
@@ -209,6 +213,7 @@ def report(world: World, total: int, seeds: int) -> tuple[str, ...]:
         *numbers,
         f"{plain / error:.1f}",
         f"{held / seeds:.1%}",
+        f"{cvars_held / seeds:.1%}",
         f"{found - 1:+.1%}",
     )
 
@@ -454,7 +459,7 @@ def main() -> None:
         second_opinion([random_world(seed, 1e-4) for seed in options.worlds], options.total, options.seeds)
         return
     header = "world", "P(bad)", "squared error", "best of the grid", "ratio to it", "gain over all alike"
-    for line in ((*header, "gain over plain", "coverage", "bias"), ("---",) * 9):
+    for line in ((*header, "gain over plain", "coverage", "coverage, CVaR", "bias"), ("---",) * 10):
         print("| " + " | ".join(line) + " |")
     makers = [
         lambda seed=seed, known=known: random_world(seed, 1e-4, known)

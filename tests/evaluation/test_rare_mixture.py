@@ -183,14 +183,25 @@ def test_cvar_of_fewer_samples_than_one_says_so():
     assert not estimate.reliable
 
 
-def test_cvar_without_a_reward_under_the_quantile_has_the_quantiles_upper_end():
+def test_cvar_without_a_reward_under_the_quantile_has_an_upper_end():
     above = 0
     for seed in range(300):
-        rewards = -torch.randn(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp()
+        rewards = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         estimate = cvar(MixtureSample(rewards, torch.zeros(1, 50, 1), (50,)), 0.01)
         assert (estimate.value, estimate.low) == (float(rewards.min()), -math.inf)
-        above += estimate.high < -math.exp(2.3263)  # the quantile at 0.01; the CVaR is below it
+        assert math.isfinite(estimate.high)
+        above += estimate.high < -2.6652  # of a standard normal: density at the quantile / 0.01
     assert above / 300 < 0.04
+
+
+def test_the_upper_end_of_a_cvar_allows_for_another_quantile():
+    """Uniform rewards: the mean of the lowest four of 2,000 is above or below the truth by more than their spread shows."""
+    below = above = 0
+    for seed in range(300):
+        rewards = torch.rand(4, 500, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        estimate = cvar(MixtureSample(rewards, torch.zeros(4, 500, 1), (500,)), 0.002)
+        below, above = below + (estimate.high < 0.001), above + (0.001 < estimate.low)
+    assert below / 300 < 0.04 and above / 300 < 0.06
 
 
 def test_cvar_that_one_reward_makes_is_not_reliable():

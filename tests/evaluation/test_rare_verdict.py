@@ -88,6 +88,8 @@ def test_few_finds_take_the_weights_of_slightly_better_outputs():
     # By the finds alone, which say half as much, a fifth of the intervals lie below the truth
     few = [each.high for each, sample in zip(found, samples, strict=True) if each.samples and own_end(sample) < 2e-4]
     assert len(few) > 30 and min(few) > 2e-4
+    # Of the lowest 4e-4, whose mean is −4.5, as much is at −5 and at −4
+    assert sum(cvar(sample, 4e-4).low <= -4.5 for sample in samples) >= 0.95 * 200
 
 
 def own_end(sample):

@@ -5,7 +5,6 @@ Axis letters: P prompts, N completions per prompt, K components.
 """
 
 import math
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -335,34 +334,51 @@ def _count(
 
 def weighted_quantile(sample: MixtureSample, level: float) -> float:
     """The lowest reward up to which completions have probability `level` under the policy, by their weights."""
+    return _weighted_quantiles(sample, [level])[0]
+
+
+def _weighted_quantiles(sample: MixtureSample, levels: list[float]) -> list[float]:
     rewards, order = sample.rewards.double().flatten().sort(stable=True)
     cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
-    return float(rewards[min(int((cumulative < math.log(level)).sum()), len(rewards) - 1)])
+    return [float(rewards[min(int((cumulative < math.log(level)).sum()), len(rewards) - 1)]) for level in levels]
 
 
 def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareEstimate:
     """
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
 
-    CVaR = max over t of t − E[(t − r)₊] / level (Rockafellar and Uryasev, 2000), at the weighted quantile t. The
-    interval is that of E[(t − r)₊] for fixed t. If no reward is below t, there is no lower end, and the upper one is
-    the quantile's. Raises `ValueError` if `level` or `confidence` is not between 0 and 1.
+    CVaR = max over t of t − E[(t − r)₊] / level, at the quantile t (Rockafellar and Uryasev, 2000). The lower end is that for the
+    weighted quantile; as in [`prob_bad`], few effective completions do not show how large weights become. The quantile may be another,
+    so that the upper end is the largest for t around it. If no reward is below the weighted quantile, there is no lower end. Raises
+    `ValueError` if `level` or `confidence` is not between 0 and 1.
     """
     check_share("confidence", confidence)
     check_share("level", level)
-    log_level, quantile = math.log(level), weighted_quantile(sample, level)
-    log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - log_level  # (P, N)
-    log_x = sample.log_w + log_depth
+    quantile, *around = _weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
+    log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
     one, other = diagnostics.halves
     diagnostics = replace(diagnostics, halves=(quantile - one, quantile - other))
-    if float(log_x.max()) == -math.inf:  # no reward below the quantile
-        value, high = quantile, _quantile_bound(sample, level, confidence)
-        return RareEstimate(value, -math.inf, high, diagnostics.tail_samples, confidence, 0.0, diagnostics)
-    *numbers, error = _count_interval(log_x, sample.counts, confidence)
-    value, high, low = (quantile - number for number in numbers)
-    return RareEstimate(value, low, high, diagnostics.tail_samples, confidence, error, diagnostics)
+    mean, least, most, error = _shortfall(sample, quantile, level, confidence)
+    high = max(quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in around))
+    return RareEstimate(
+        quantile - mean, quantile - most, high, diagnostics.tail_samples, confidence, error, diagnostics
+    )
+
+
+def _shortfall(sample: MixtureSample, t: float, level: float, confidence: float) -> tuple[float, float, float, float]:
+    """E[(t − r)₊] / level, the ends of its interval for this t, and its standard error. There is no upper end if no reward is below t."""
+    log_depth = (t - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
+    log_x = sample.log_w + log_depth
+    if float(log_x.max()) == -math.inf:
+        return 0.0, 0.0, math.inf, 0.0
+    below = sample.rewards < t
+    nearby = _log_weight_nearby(sample, below) if 0 < sample.counts[0] < below.size(1) else -math.inf
+    log_mean_depth = float(
+        log_x.logsumexp(dim=(0, 1)) - sample.log_w.masked_fill(~below, -torch.inf).logsumexp(dim=(0, 1))
+    )
+    return _count_interval(log_x, sample.counts, confidence, nearby + log_mean_depth)
 
 
 def _times_exp(number: float, shift: float) -> float:
@@ -371,17 +387,6 @@ def _times_exp(number: float, shift: float) -> float:
         return number * math.exp(shift)
     except OverflowError:
         return math.exp(math.log(number) + shift) if number else 0.0
-
-
-def _quantile_bound(sample: MixtureSample, level: float, confidence: float) -> float:
-    """Upper end for the quantile: the lowest reward whose lower interval end of P(r ≤ reward) reaches `level`."""
-    rewards = sample.rewards.unique()  # in rising order
-
-    def surely(index: int) -> bool:
-        return _probability(sample, sample.rewards <= rewards[index], confidence)[1] >= level
-
-    first = bisect_left(range(len(rewards)), True, key=surely)
-    return float(rewards[first]) if first < len(rewards) else math.inf
 
 
 def _count_interval(
