@@ -347,10 +347,10 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     Mean of the lowest rewards that have probability `level` under the policy, over prompts and completions together.
 
-    CVaR = max over t of t − E[(t − r)₊] / level, at the quantile t (Rockafellar and Uryasev, 2000). The lower end is that for the
-    weighted quantile; as in [`prob_bad`], few effective completions do not show how large weights become. The quantile may be another,
-    so that the upper end is the largest for t around it. If no reward is below the weighted quantile, there is no lower end. Raises
-    `ValueError` if `level` or `confidence` is not between 0 and 1.
+    CVaR = max over t of t − E[(t − r)₊] / level, at the quantile t (Rockafellar and Uryasev, 2000). The lower end is that at the
+    weighted quantile; as in [`prob_bad`], few effective completions do not show how large weights become. The true quantile may be
+    another, so the upper end is the largest over t around it. If no reward is below the weighted quantile, there is no lower end.
+    Raises `ValueError` if `level` or `confidence` is not between 0 and 1.
     """
     check_share("confidence", confidence)
     check_share("level", level)
@@ -361,7 +361,7 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     one, other = diagnostics.halves
     diagnostics = replace(diagnostics, halves=(quantile - one, quantile - other))
     mean, least, most, error = _shortfall(sample, quantile, level, confidence)
-    high = max(quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in around))
+    high = max(quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in set(around)))
     return RareEstimate(
         quantile - mean, quantile - most, high, diagnostics.tail_samples, confidence, error, diagnostics
     )
