@@ -361,7 +361,8 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     one, other = diagnostics.halves
     diagnostics = replace(diagnostics, halves=(quantile - one, quantile - other))
     mean, least, most, error = _shortfall(sample, quantile, level, confidence)
-    high = max(quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in set(around)))
+    others = set(around) - {quantile}
+    high = max([quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in others)])
     return RareEstimate(
         quantile - mean, quantile - most, high, diagnostics.tail_samples, confidence, error, diagnostics
     )
