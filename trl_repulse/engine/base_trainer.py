@@ -28,7 +28,7 @@ from ..data._prompts import (
 from ..data._texts import check_added_tokens
 from ..generation._batches import batches, without_generation_defaults
 from ..generation._cache import prompts_read_once
-from ..generation._samplers import Sampler, rows_drawn_by
+from ..generation._samplers import Sampler, drawn_by_inversion, rows_drawn_by
 from ..models import _fsdp
 from ..models._adapters import adapters_kept, base_of, keep_gradients
 from ..models._deepspeed import gathered_by_layer
@@ -382,7 +382,10 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if self._passes_together else bool)
         each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
-        with without_generation_defaults(sampled), without_lasting_changes(self, sampled), each, once:
+        # Under one autocast for all tokens weights are cast once; accelerate's, around each pass, cast them for each token
+        precision = contextlib.nullcontext() if self.use_vllm else self.accelerator.autocast()
+        defaults = without_generation_defaults(sampled)
+        with defaults, without_lasting_changes(self, sampled), precision, drawn_by_inversion(sampled), each, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)

@@ -33,7 +33,7 @@ from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens, check_separate
 from ..rewards._texts import as_number, as_values
 from ..rewards.loading import check_classifier
-from .trl_bridge import add_fused_lm_head, is_async_callable, split_tensor_dict
+from .trl_bridge import add_fused_lm_head, is_async_callable, scored_in_small_tiles, split_tensor_dict
 
 
 class Scores(NamedTuple):
@@ -191,7 +191,7 @@ def token_log_probs(
     if sampler is not None:
         wanted = torch.ones_like(labels[:, 0], dtype=torch.bool) if wanted is None else wanted
         extra["by_sampler"] = BySampler(sampler, labels, wanted)
-    with accelerator.autocast():
+    with accelerator.autocast(), scored_in_small_tiles(labels.device, labels[:, 1:].numel()):
         outputs = model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -1,6 +1,7 @@
 """Ways of drawing from a language model whose log-probabilities follow from its logits, alone or two in one call."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
@@ -60,9 +61,62 @@ def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Ite
     generate = base.generate
 
     def generate_by(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([RowSamplers(others, sampler)]))
+        processors = LogitsProcessorList([RowSamplers(others, sampler), *kwargs.pop("logits_processor", ())])
+        return generate(*args, **kwargs, logits_processor=processors)
 
     with generating_by(base, generate_by):
+        yield
+
+
+class InverseTransform(LogitsProcessor):
+    """
+    Draws the next token of each row by inverting the cumulative distribution, and leaves a finite score to it alone, so that
+    greedy decoding takes it. Sums are in float64: in float32 a token with a probability below 6e-8 could be lost.
+    """
+
+    def __init__(self, temperature: float = 1.0):
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        cumulative = (scores / self.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        drawn = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
+        tokens = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.size(-1) - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+# Vocabularies from which a CPU draws by inversion: `torch.multinomial` makes a random number for each token of the vocabulary,
+# which takes longer than a small model
+_LARGE_VOCABULARY = 8192
+_NEUTRAL = {
+    **{"do_sample": (True,), "num_beams": (None, 1), "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0)},
+    **{"typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "top_h": (None,)},
+}
+
+
+@contextlib.contextmanager
+def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
+    """
+    Context in which `model.generate` draws by [`InverseTransform`] on a CPU, if the vocabulary is large and all tokens may be
+    drawn. The distribution is the same; random numbers are others.
+    """
+    base = base_of(model)
+    generate = base.generate
+    large = base.config.get_text_config(decoder=True).vocab_size >= _LARGE_VOCABULARY
+
+    def generate_by_inversion(*args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
+        config = generation_config
+        plain = config is not None and all(
+            getattr(config, name, None) in allowed for name, allowed in _NEUTRAL.items()
+        )
+        if not (plain and large and base.device.type == "cpu") or not _NEUTRAL.keys().isdisjoint(kwargs):
+            return generate(*args, generation_config=config, **kwargs)
+        greedy = copy.copy(config)
+        greedy.update(do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None)
+        last = InverseTransform(1.0 if config.temperature is None else config.temperature)
+        processors = LogitsProcessorList([*kwargs.pop("logits_processor", ()), last])
+        return generate(*args, generation_config=greedy, logits_processor=processors, **kwargs)
+
+    with generating_by(base, generate_by_inversion):
         yield
 
 

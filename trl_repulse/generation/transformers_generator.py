@@ -11,6 +11,7 @@ from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._batches import batches, end_tokens, padding_token, until_end, without_generation_defaults
 from ._probe import Guard, probe
+from ._samplers import drawn_by_inversion
 from .completions import Completion, group_completions, tokenize
 
 
@@ -35,7 +36,7 @@ def draw(
     config = GenerationConfig(**{"pad_token_id": padding_token(model, tokenizer, end)} | settings)
     pad, device = config.pad_token_id or 0, next(model.parameters()).device
     rows: list[list[int]] = [[] for _ in prompt_ids]
-    with in_mode(model, training=False), without_generation_defaults(model):
+    with in_mode(model, training=False), without_generation_defaults(model), drawn_by_inversion(model):
         for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
             width = max(len(prompt_ids[i]) for i in chosen)
             padding = [width - len(prompt_ids[i]) for i in chosen]
