@@ -2,6 +2,10 @@
 
     python benchmarks/step_cost.py --shapes 128,20,5 512,20,10 16,100,5
     python benchmarks/step_cost.py --model 135m --prompts 1 --methods RePULSe REINFORCE
+    python -m benchmarks.step_cost --world runs/real_chat --prompts 10 --beta 0.2 --methods prototype REINFORCE RePULSe --rounds 3 --steps 2
+
+With `--world` the model, the prompts and the reward are those of `benchmarks/real_chat`, in bfloat16, and a plain REINFORCE written for
+speed can take part. One draw of it is P = 2·`--prompts`, as that of REINFORCE.
 
 All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from the policy and P × N from the hot policy or from a
 proposal that learns: all generate, score and learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
@@ -120,9 +124,30 @@ class Shape:
         return f"{self.prompt},{self.completion},{self.generations}"
 
 
+class PrototypeRun:
+    """The plain REINFORCE of `benchmarks/real_chat`, which takes its turn as a trainer does."""
+
+    def __init__(self, shape: Shape, options: argparse.Namespace):
+        from benchmarks.real_chat.prototype import Prototype
+
+        self._prototype = Prototype(options.world, shape.generations, shape.completion, options.attention)
+        self._options, self.timer = options, StepTimes()
+
+    def train(self) -> None:
+        for _ in range(self._options.steps):
+            self.timer.on_step_begin(None, None, None)
+            self._prototype.update(2 * self._options.prompts)
+            self.timer.on_step_end(None, None, None)
+
+
 def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     """A trainer of a method, which draws 2·P·N completions a step, and the times of its steps."""
     set_seed(0)
+    if method == "prototype":
+        run = PrototypeRun(shape, options)
+        return run, run.timer
+    if options.world:
+        return build_trainer(method, shape, options, folder, *world_of(options))
     config = LlamaConfig(
         **SHAPES[options.model],
         tie_word_embeddings=True,
@@ -142,13 +167,34 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     ids = torch.randint(4, config.vocab_size, (64, shape.prompt)).tolist()
     data = Dataset.from_dict({"prompt": [" ".join(f"w{i}" for i in row) for row in ids]})
+    return build_trainer(method, shape, options, folder, model, reward, data, tokenizer)
+
+
+def world_of(options: argparse.Namespace) -> tuple:
+    """Policy, reward, prompts and tokenizer of a world of `benchmarks/real_chat`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from benchmarks.real_chat import judge
+
+    policy = options.world / "policy"
+    attention = {"attn_implementation": options.attention}
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, **attention)
+    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
+    rows = [json.loads(row) for row in (options.world / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    return model, judge.reward, Dataset.from_list(rows), tokenizer
+
+
+def build_trainer(
+    method: str, shape: Shape, options: argparse.Namespace, folder: str, model, reward_func, data, tokenizer
+):
+    """A trainer of a method and the times of its steps."""
     trainer_class, config_class, fields, draws = METHODS[method]
     timer = StepTimes()
     own = fields if method in YARDSTICKS else fields | {"share_prompts": options.share_prompts}
     args = config_class(
         output_dir=f"{folder}/out",
         use_cpu=not ON_ACCELERATOR,
-        bf16=ON_ACCELERATOR,
+        bf16=ON_ACCELERATOR or options.world is not None,
         gradient_checkpointing=options.gradient_checkpointing,
         per_device_train_batch_size=draws * options.prompts * shape.generations // options.micro_batches,
         gradient_accumulation_steps=options.micro_batches,
@@ -165,7 +211,7 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
     peft_config = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if options.adapters else None
     trainer = trainer_class(
         model,
-        reward,
+        reward_func,
         args,
         train_dataset=data,
         processing_class=tokenizer,
@@ -177,12 +223,23 @@ def build(method: str, shape: Shape, options: argparse.Namespace, folder: str):
 
 def peak_memory(method: str, shape: Shape, options: argparse.Namespace) -> float:
     """Peak memory of two steps in a process of its own, in MiB: the device's, or the process's resident set on CPU."""
-    argv = [sys.executable, __file__, "--memory-of", method, "--shapes", str(shape), "--model", options.model]
+    argv = [
+        sys.executable,
+        "-m",
+        "benchmarks.step_cost",
+        "--memory-of",
+        method,
+        "--shapes",
+        str(shape),
+        "--model",
+        options.model,
+    ]
     argv += ["--prompts", str(options.prompts), "--beta", str(options.beta)]
     argv += ["--micro-batches", str(options.micro_batches)]
     argv += ["--adapters"] * options.adapters + ["--gradient-checkpointing"] * options.gradient_checkpointing
-    argv += ["--share_prompts", str(options.share_prompts)]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    argv += ["--share_prompts", str(options.share_prompts), "--attention", options.attention]
+    argv += ["--world", str(options.world.resolve())] if options.world else []
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     if done.returncode and ON_ACCELERATOR and "OutOfMemoryError" in done.stderr:
         return math.inf
     done.check_returncode()
@@ -243,7 +300,10 @@ def arguments() -> argparse.ArgumentParser:
     """The options of a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["RePULSe"], help="beside RLOO and GRPO")
+    parser.add_argument("--world", type=Path, help="a folder of `benchmarks.real_chat.build`, in place of --model")
+    parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager", help="of a --world's model")
+    names = ["prototype", *METHODS]
+    parser.add_argument("--methods", nargs="+", choices=names, default=["RePULSe"], help="beside the yardsticks")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -259,9 +319,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--share_prompts", choices=("auto", "False"), default="auto", help="of our trainers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, the first of them warm-up")
-    parser.add_argument("--yardsticks", nargs="+", choices=YARDSTICKS, default=list(YARDSTICKS))
+    parser.add_argument("--yardsticks", nargs="+", choices=names, default=list(YARDSTICKS))
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure peak memory")
-    parser.add_argument("--memory-of", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=names, help=argparse.SUPPRESS)
     return parser
 
 
@@ -274,7 +334,7 @@ def main() -> None:
         print_peak_memory(options)
         return
     print(
-        f"model {options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, "
+        f"model {options.world or options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, "
         f"{options.micro_batches} micro-batches, beta {options.beta}, gradient checkpointing {options.gradient_checkpointing}, share_prompts {options.share_prompts}, "
         f"{on_what()}, medians of {options.rounds * (options.steps - 1)} steps"
     )

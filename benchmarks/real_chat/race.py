@@ -1,0 +1,306 @@
+"""
+Trains and evaluates methods on the world "real chat" within a number of minutes, or to a number of completions.
+
+    python -m benchmarks.real_chat.race runs/real_chat --out runs/race --minutes 9        # on a GPU: all that fits
+    python -m benchmarks.real_chat.race runs/real_chat --out runs/cpu --completions 8000 --seeds 0 1 --samples 64
+    python -m benchmarks.real_chat.race runs/real_chat --out runs/cpu --table             # of what is there
+
+All methods begin with the same policy and draw the same number of completions, from as many prompts, at one learning rate and KL
+coefficient. With `--minutes`, REINFORCE trains for a share of the time, the others draw as many completions as it did, and the number
+of held-out samples is what the rest of the time allows, by the speed of the first ones; stages that cannot end in time are left out.
+Each stage writes its folder and is not repeated: called again, the command continues. The judge of the held-out samples is that of
+training; the table has a second one, which training has not seen.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from trl_repulse.evaluation.comparison import paired_interval
+from trl_repulse.evaluation.records import COMPLETE, SampleSet, load_samples
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.evaluation.tails import cvar, prob_below
+
+from . import judge
+
+
+THRESHOLDS = (0.0, -2.0, -4.0)
+SECOND_THRESHOLD = -0.8  # of `judge.sentiment`
+LENGTH, N, LEARNING_RATE, BETA = 20, 5, 3e-5, 0.2
+ON_ACCELERATOR = torch.accelerator.is_available()
+# Completions of an update. A pass over few rows takes an accelerator as long as one over many
+BATCH = 500 if ON_ACCELERATOR else 100
+BAD = {"bad_reward_threshold": -2.0}
+# Trainer, and fields of its configuration. Those that draw from a proposal too take half of the prompts
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "REINFORCE": ("reinforce", {}),
+    "RePULSe": ("repulse", BAD),
+    "GRPO": ("grpo", {"scale_rewards": "none"}),
+    "learned proposal": (
+        "repulse",
+        {"proposal": "learned", "proposal_learning_rate": 1e-5, "target_dist_beta": -10.0, "alpha": 0.1},
+    ),
+    "PPO": ("ppo", {}),
+    "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
+    "CVaR 0.2": ("reinforce", {"cvar_level": 0.2}),
+}
+TRAINING = 0.25  # share of the minutes in which the first method trains
+RESERVE = 0.06  # share that is kept for loading and saving
+SLOWER = 1.3  # a stage may take this many times as long as the longest of its kind before
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one seed, and its folder."""
+
+    method: str
+    seed: int
+    folder: Path
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / "policy"
+
+
+class Stop(TrainerCallback):
+    """Ends training after some seconds, and has the completions drawn until then."""
+
+    def __init__(self, seconds: float):
+        self.end = time.monotonic() + seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= time.monotonic() > self.end
+
+
+def read_rows(world: Path, name: str) -> list[dict[str, Any]]:
+    """Rows of a world's file of prompts."""
+    return [json.loads(line) for line in (world / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def make_trainer(world: Path, run: Run, updates: int, callbacks: list[TrainerCallback]) -> Any:
+    """The trainer of a run."""
+    import trl
+
+    import trl_repulse
+
+    classes = {
+        "reinforce": (trl_repulse.ReinforceTrainer, trl_repulse.ReinforceConfig),
+        "repulse": (trl_repulse.RePULSeTrainer, trl_repulse.RePULSeConfig),
+        "ppo": (trl_repulse.PPOTrainer, trl_repulse.PPOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+    }
+    name, fields = METHODS[run.method]
+    trainer_class, config_class = classes[name]
+    draws_twice = name == "repulse" and fields.get("proposal") != "policy"
+    options = {"dtype": "float32", "attn_implementation": "sdpa" if ON_ACCELERATOR else "eager"}
+    args = config_class(
+        output_dir=str(run.folder / "trainer"),
+        seed=run.seed,
+        use_cpu=not ON_ACCELERATOR,
+        bf16=True,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=BATCH // (2 if draws_twice else 1),
+        num_generations=N,
+        max_completion_length=LENGTH,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        beta=BETA,
+        max_steps=updates,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=10,
+        disable_tqdm=True,
+        model_init_kwargs=options,
+        **fields,
+    )
+    return trainer_class(
+        str(world / "policy"),
+        judge.reward,
+        args,
+        train_dataset=Dataset.from_list(read_rows(world, "train")),
+        callbacks=callbacks,
+    )
+
+
+def train(world: Path, run: Run, completions: int, seconds: float | None = None) -> dict[str, Any]:
+    """Trains a run to a number of completions, or for so many seconds if that is less; returns its cost."""
+    stop = [] if seconds is None else [Stop(seconds)]
+    trainer = make_trainer(world, run, math.ceil(completions / BATCH), stop)
+    start = time.perf_counter()
+    trainer.train()
+    took = time.perf_counter() - start
+    trainer.save_model(str(run.policy))
+    (run.folder / "log.json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
+    shutil.rmtree(run.folder / "trainer", ignore_errors=True)
+    cost = {"method": run.method, "seed": run.seed, "completions": trainer.state.global_step * BATCH}
+    cost |= {"seconds": round(took, 1), "threads": torch.get_num_threads()}
+    (run.folder / "cost.json").write_text(json.dumps(cost), encoding="utf-8")
+    return cost
+
+
+def evaluate(world: Path, policy: Path, folder: Path, samples: int, seed: int = 0) -> SampleSet:
+    """Held-out samples of a policy: so many completions of each unseen prompt."""
+    settings = SamplingSettings(
+        num_samples=samples,
+        max_completion_length=LENGTH,
+        seed=seed,
+        batch_size=1024 if ON_ACCELERATOR else 128,
+        dtype="bfloat16",
+    )
+    rows, start = read_rows(world, "unseen"), str(world / "policy")
+    return sample_completions(
+        folder, str(policy), Dataset.from_list(rows), judge.reward, settings, reference=start, progress=False
+    )
+
+
+def cost_of(folder: Path) -> dict[str, Any] | None:
+    """What training a run cost; `None` if it has not ended."""
+    file = folder / "cost.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def stages(runs: list[Run], initial: Run) -> Iterator[tuple[str, Run]]:
+    """What is done, in this order: the first two methods train before anything is evaluated."""
+    for run in runs[:2]:
+        yield "train", run
+    for run in (initial, *runs[:2]):
+        yield "evaluate", run
+    for run in runs[2:]:
+        yield "train", run
+        yield "evaluate", run
+
+
+def race(options: argparse.Namespace) -> None:
+    """Does all stages that are missing and, by the time that the same kind of stage took before, fit into the minutes."""
+    start, samples = time.monotonic(), options.samples
+    budget = math.inf if options.minutes is None else 60 * options.minutes
+    limit = None if options.minutes is None else TRAINING * budget
+    completions, longest = options.completions, {"train": 0.0, "evaluate": 0.0}
+    runs = [
+        Run(method, seed, options.out / f"{method.replace(' ', '-')}-seed{seed}")
+        for seed in options.seeds
+        for method in options.methods
+    ]
+    for kind, run in stages(runs, Run("initial policy", 0, options.out / "initial")):
+        left = budget * (1 - RESERVE) - (time.monotonic() - start)
+        cost, begun = cost_of(run.folder), time.monotonic()
+        policy = run.policy if run in runs else options.world / "policy"
+        is_done = cost is not None if kind == "train" else (run.folder / "samples" / COMPLETE).is_file()
+        if not is_done and (left < SLOWER * longest[kind] or kind == "evaluate" and not policy.is_dir()):
+            print(f"{kind} {run.folder.name}: left out, {left:.0f} s are left", flush=True)
+        elif not is_done and kind == "train":
+            cost = train(options.world, run, completions, limit)
+        elif not is_done:
+            if options.minutes is not None:
+                samples = samples_that_fit(options, left)
+            evaluate(options.world, policy, run.folder / "samples", samples, run.seed)
+        if kind == "train" and cost is not None and limit is not None:
+            completions, limit = cost["completions"], None  # of the first method, so for the others
+        if not is_done:
+            took = time.monotonic() - begun
+            longest[kind] = max(longest[kind], took)
+            print(f"{kind} {run.folder.name}: {took:.0f} s, {cost or ''}", flush=True)
+    print_table(options.out)
+
+
+def samples_that_fit(options: argparse.Namespace, left: float) -> int:
+    """
+    Samples of each prompt, the same for all policies: as many as asked, or what a third of 0.7 of the time that is `left` after
+    training allows, by the speed of a few. Decided once.
+    """
+    plan = options.out / "samples.json"
+    if not plan.is_file():
+        few, begun = min(options.samples, 8 if ON_ACCELERATOR else 2), time.monotonic()
+        evaluate(options.world, options.world / "policy", options.out / "speed", few)
+        room = 0.7 * left / 3 / (time.monotonic() - begun) * few
+        plan.write_text(json.dumps(max(2, min(options.samples, int(room)))), encoding="utf-8")
+    return json.loads(plan.read_text(encoding="utf-8"))
+
+
+def columns(samples: SampleSet) -> dict[str, np.ndarray]:
+    """What the table has of samples, (P, n) each."""
+    rewards = samples.column()
+    texts = samples.table["completion"].to_pylist()
+    second = np.array(judge.sentiment(texts)).reshape(rewards.shape)
+    found = {"reward": rewards} | {f"P(r < {at:g})": rewards < at for at in THRESHOLDS}
+    found["P(second judge < -0.8)"] = second < SECOND_THRESHOLD
+    zeros = np.zeros_like(rewards)  # the initial policy is its own reference
+    found["KL, nats"] = samples.column("kl") if "kl" in samples.table.column_names else zeros
+    found["finished"] = samples.table["ended"].to_numpy().reshape(rewards.shape).astype(bool)
+    return found
+
+
+def print_table(out: Path) -> None:
+    """A table of all finished runs, methods pooled over seeds, and their paired differences from REINFORCE."""
+    arms: dict[str, list[tuple[dict[str, Any], SampleSet]]] = {}
+    finished = sorted(path.parent for path in out.glob("*/samples") if (path / COMPLETE).is_file())
+    for folder in finished:
+        cost = cost_of(folder) or {"method": "initial policy", "completions": 0, "seconds": 0.0}
+        arms.setdefault(cost["method"], []).append((cost, load_samples(folder / "samples")))
+    order = ["initial policy", *METHODS]
+    pooled: dict[str, dict[str, np.ndarray]] = {}
+    print("| method | seeds | completions | seconds | reward |", end="")
+    print("".join(f" P(r < {at:g}) |" for at in THRESHOLDS), "CVaR 1 % | P(second judge bad) | KL, nats | finished |")
+    print("|---" * (9 + len(THRESHOLDS)) + "|")
+    for method in sorted(arms, key=order.index):
+        several = [columns(samples) for _, samples in arms[method]]
+        cells = pooled[method] = {name: np.concatenate([x[name] for x in several], axis=1) for name in several[0]}
+        costs = [cost for cost, _ in arms[method]]
+        row = [method, str(len(costs)), f"{costs[0]['completions']:,}"]
+        row += [f"{np.mean([cost['seconds'] for cost in costs]):,.0f}", f"{cells['reward'].mean():.2f}"]
+        row += [with_interval(cells["reward"], at) for at in THRESHOLDS]
+        row += [f"{cvar(cells['reward'], 0.01).value:.2f}"]
+        row += [with_interval(np.where(cells["P(second judge < -0.8)"], -1.0, 1.0), 0.0)]
+        row += [f"{cells['KL, nats'].mean():.2f}", f"{cells['finished'].mean():.2f}"]
+        print(f"| {' | '.join(row)} |")
+    base = pooled.get("REINFORCE")
+    for method, cells in pooled.items():
+        if base is not None and method not in ("REINFORCE", "initial policy"):
+            parts = []
+            for name, values in cells.items():
+                low, high = paired_interval(base[name], values)
+                parts.append(f"{name} {values.mean() - base[name].mean():+.2g} ({low:.2g} to {high:.2g})")
+            print(f"\n{method} − REINFORCE, paired 95 % intervals over prompts: {'; '.join(parts)}.")
+
+
+def with_interval(rewards: np.ndarray, threshold: float) -> str:
+    """P(r < threshold) with its 95 % interval over prompts."""
+    it = prob_below(rewards, threshold)
+    return f"{it.value:.1e} ({it.low:.1e} to {it.high:.1e})"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", type=Path, help="folder of `benchmarks.real_chat.build`")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the results; called again, it continues there"
+    )
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[:4])
+    parser.add_argument("--minutes", type=float, help="end in this time")
+    parser.add_argument("--completions", type=int, default=100_000, help="most completions drawn in training")
+    parser.add_argument("--samples", type=int, default=770, help="most held-out samples of each of the 130 prompts")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--table", action="store_true", help="only print the table of what is there")
+    options = parser.parse_args(argv)
+    if options.table:
+        print_table(options.out)
+        return
+    logging.set_verbosity_error()
+    options.out.mkdir(parents=True, exist_ok=True)
+    race(options)
+
+
+if __name__ == "__main__":
+    main()
