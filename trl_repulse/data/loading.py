@@ -77,6 +77,7 @@ def load_prompts(
         check_dataset(dataset, name)
         if isinstance(dataset, Dataset):
             _check_prompts(dataset["prompt"], name, stored=True)
+    dataset.info.dataset_name = path.name if path.is_file() else name  # by which reports know it
     if column == "Behavior" and CONTEXT in (dataset.column_names or ()):
         dataset = dataset.map(lambda row: {"prompt": in_context(row["prompt"], row[CONTEXT])})
     if not as_conversation or not (dataset.features is None or isinstance(dataset.features["prompt"], Value)):
