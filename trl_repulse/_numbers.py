@@ -5,15 +5,8 @@ from typing import Any
 
 
 # Metric of training or mean of a column of samples -> its unit
-_UNITS = {
-    "kl": "nats per completion",
-    "entropy": "nats per token",
-    "mean kl": "nats per completion",
-    "mean entropy": "nats per completion",
-    "mean log_prob": "nats per completion",
-    "mean log_prob_reference": "nats per completion",
-    "mean length": "tokens",
-}
+_UNITS = dict.fromkeys(("kl", "mean kl", "mean entropy", "mean log_prob"), "nats per completion")
+_UNITS |= {"entropy": "nats per token", "mean length": "tokens"}
 # Metric -> how it is printed
 _WORDS = {
     "reward": "reward {}",

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .._numbers import percent
 from ..data._checks import check_prompt_lengths
-from ..data._tables import columns_of, from_columns
+from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
 from . import tails
@@ -44,8 +44,7 @@ class Attack:
     One way of asking for a behaviour.
 
     Args:
-        name (`str`):
-            Its name in the report and its folder.
+        name (`str`): Its name in the report and its folder.
         template (`str`, *optional*, defaults to `"{prompt}"`):
             Text of the user with `{prompt}` in the place of the behaviour.
         prefill (`str`, *optional*):
@@ -108,11 +107,9 @@ def load_attacks(path: str | Path) -> list[Attack]:
     attacks = []
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`; give a JSONL file of attacks.")
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, row in read_json_lines(Path(path)):
         try:
-            attacks.append(Attack(**json.loads(line)))
+            attacks.append(Attack(**row))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of `{path}` is no attack ({error}); write an object with `name` and `template` or `prefill`."
@@ -168,10 +165,8 @@ class OnBehavior:
     A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning.
 
     Args:
-        reward (`str` or `Callable`):
-            Path or Hub id of a reward model, or a reward function.
-        chat_template_kwargs (`dict`, *optional*):
-            Variables for the chat template of a reward model.
+        reward (`str` or `Callable`): Path or Hub id of a reward model, or a reward function.
+        chat_template_kwargs (`dict`, *optional*): Variables for the chat template of a reward model.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with a reward model.
     """
@@ -300,20 +295,16 @@ def run_attacks(
     Draws N answers to each behaviour under each attack and scores them, in a folder an attack. Called again after a kill, it continues.
 
     Args:
-        output_dir (`str` or `Path`):
-            Folder to write to.
-        model (`str`):
-            Path or Hub id of the model.
+        output_dir (`str` or `Path`): Folder to write to.
+        model (`str`): Path or Hub id of the model.
         behaviors ([`~datasets.Dataset`]):
             Rows with a `"prompt"`, what is asked for.
-        attacks (`Sequence[Attack]`):
-            Attacks.
+        attacks (`Sequence[Attack]`): Attacks.
         reward (`str` or `Callable`):
             Judge: the path or Hub id of a reward model, or a reward function; it scores the whole answer as one to the behaviour itself.
         settings ([`SamplingSettings`], *optional*):
             Settings; `num_samples` is N.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with models.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with models.
 
     Returns:
         `dict[str, SampleSet]`: The samples by the attack's name; the column `"reward"` of each can be reshaped to (P, N).
@@ -344,14 +335,10 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
     successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
 
     Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Scores of the attempts.
-        threshold (`float`):
-            Score under which an attempt succeeded.
-        k (`int`):
-            Number of attempts, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
+        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
+        threshold (`float`): Score under which an attempt succeeded.
+        k (`int`): Number of attempts, from 1 to N.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
 
     Returns:
         [`~trl_repulse.evaluation.tails.Estimate`]: a share; `samples` are the successes.
@@ -396,14 +383,10 @@ def attack_report(
     Attack success rates by attack, and the number of behaviours that any attempt of any attack broke.
 
     Args:
-        rewards (`dict[str, numpy.ndarray]`):
-            Scores of the attempts of shape (P, N), by the attack's name.
-        threshold (`float`):
-            Score under which an attempt succeeded.
-        ks (`Sequence[int]`, *optional*, defaults to `(1,)`):
-            Numbers of attempts; an attack with fewer has no rate.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
+        rewards (`dict[str, numpy.ndarray]`): Scores of the attempts of shape (P, N), by the attack's name.
+        threshold (`float`): Score under which an attempt succeeded.
+        ks (`Sequence[int]`, *optional*, defaults to `(1,)`): Numbers of attempts; an attack with fewer has no rate.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
         others (`dict[str, numpy.ndarray]`, *optional*):
             Scores of attacks on other behaviours, as those of GCG, which do not count for any attack.
 
@@ -454,14 +437,11 @@ def export_attempts(
     Writes attempts for other tools, with prompts as the model read them and whole answers.
 
     Args:
-        path (`Path`):
-            JSON file.
+        path (`Path`): JSON file.
         attacks (`Sequence[Attack]`), samples (`dict[str, SampleSet]`):
             What [`run_attacks`] was given, and what it returned.
-        num_samples (`int`):
-            N.
-        threshold (`float`):
-            Score under which an attempt succeeded.
+        num_samples (`int`): N.
+        threshold (`float`): Score under which an attempt succeeded.
         behaviors ([`~datasets.Dataset`]):
             The behaviours; their columns name them.
         layout (`str`):

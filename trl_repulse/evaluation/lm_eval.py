@@ -44,8 +44,7 @@ class RewardFilter(Filter):
     Turns all completions of each prompt into their rewards.
 
     Args:
-        reward (`Callable`):
-            Reward function, as TRL's trainers take it.
+        reward (`Callable`): Reward function, as TRL's trainers take it.
     """
 
     def __init__(self, reward: Callable[..., list[float | None]], **kwargs: Any):
@@ -144,16 +143,12 @@ def tail_task(
     Args:
         prompts, split, prompt_column:
             Prompts, as for [`~trl_repulse.data.load_prompts`]: plain text or, with `apply_chat_template=True`, one message of a user.
-        threshold (`float`):
-            Reward under which an output is bad.
+        threshold (`float`): Reward under which an output is bad.
         reward_model_path, reward_type, reward_kwargs:
             The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
-        num_samples (`int`, *optional*, defaults to `16`):
-            Completions of each prompt.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Tokens of a completion.
-        level (`float`, *optional*, defaults to `0.01`):
-            Level of the CVaR.
+        num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
+        max_completion_length (`int`, *optional*, defaults to `256`): Tokens of a completion.
+        level (`float`, *optional*, defaults to `0.01`): Level of the CVaR.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with the reward model.
 
