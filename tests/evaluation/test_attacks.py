@@ -100,7 +100,7 @@ def test_what_is_asked():
     rows, _ = attempts(Attack("a", prefill="sure"), chat, tokenizer, settings)
     assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]sure"]
 
-    for prefill in ("{target}", "{Target.x}", "{Target:>9}", "{0}", "{}"):
+    for prefill in ("{target}", "{Target.x}", "{0}", "{}"):
         with pytest.raises(ValueError, match="'a' cannot be filled"):
             attempts(Attack("a", prefill=prefill), plain, tokenizer, settings)
     gap = Dataset.from_list([{"prompt": "the cat", "Target": None}, {"prompt": "fish", "Target": " ate"}])
@@ -112,18 +112,20 @@ def test_what_is_asked():
 
 def test_a_template_is_filled_like_a_prefill():
     """Names in braces are columns, also those in which the columns' values would be read again, and a double brace is a brace."""
-    row = {"prompt": "the {cat}", "ContextString": "{prompt}", "Target": "fish", "a: b!": 1}
-    assert Attack("a", template="{a: b!}{prompt}").filled("template", row) == "1the {cat}"
+    row = {"prompt": "the {cat}", "ContextString": "{prompt}", "Target": "fish"}
     attack = Attack("a", template='{{"ask": "{prompt}", "of": "{ContextString}"}}', prefill='{{"answer": "{Target}')
     rows, _ = attempts(attack, Dataset.from_list([row]), build_tokenizer(), SamplingSettings())
     assert rows["prompt"] == ['{"ask": "the {cat}", "of": "{prompt}"}{"answer": "fish']
-    with pytest.raises(
-        ValueError, match="`template` of the attack 'a' cannot be filled: the row has no value of `category`, only"
+    for texts in (
+        {"prefill": '{"answer":'},
+        {"prefill": "a }"},
+        {"template": "{prompt} {"},
+        {"template": "{x}{prompt}"},
     ):
-        Attack("a", template="{category}: {prompt}").filled("template", row)
-    for texts in ({"prefill": '{"answer":'}, {"prefill": "a }"}, {"template": "{prompt} {"}):
-        with pytest.raises(ValueError, match="single brace; write a brace of the text itself twice, `{{` or `}}`"):
-            Attack("a", **texts)
+        with pytest.raises(
+            ValueError, match="of the attack 'a' cannot be filled .* Write a brace of the text itself twice, `{{`"
+        ):
+            Attack("a", **texts).filled(next(iter(texts)), row)
     with pytest.raises(ValueError, match="has no `{prompt}`"):
         Attack("a", template="{{prompt}}")
 

@@ -28,12 +28,8 @@ tags:
 
 def add_card(parser: Any) -> None:
     """Declares `--card`."""
-    parser.add_argument(
-        "--card",
-        metavar="MODEL_DIR",
-        type=Path,
-        help="folder of the model, on whose card (README.md) the report is written",
-    )
+    text = "folder of the model, on whose card (README.md) the report is written"
+    parser.add_argument("--card", metavar="MODEL_DIR", type=Path, help=text)
 
 
 def check_card(folder: Path | None, models: int = 1) -> None:
@@ -86,21 +82,12 @@ def write_on_card(
     finite are left out.
     """
     newline, begin, front, end, body, models = _read_card(folder)
-    numbers = [
-        {
-            "type": name,
-            "value": float(f"{estimate.value:.6g}"),
-            "name": name,
-            "args": {"confidence": confidence}
-            | {
-                side: float(f"{bound:.6g}")
-                for side, bound in (("low", estimate.low), ("high", estimate.high))
-                if math.isfinite(bound)
-            },
-        }
-        for name, estimate in metrics.items()
-        if math.isfinite(estimate.value)
-    ]
+    numbers = []
+    for name, estimate in metrics.items():
+        value, *ends = (float(f"{number:.6g}") for number in (estimate.value, estimate.low, estimate.high))
+        known = {side: end for side, end in zip(("low", "high"), ends, strict=True) if math.isfinite(end)}
+        if math.isfinite(value):
+            numbers.append({"type": name, "value": value, "name": name, "args": {"confidence": confidence} | known})
     if numbers:
         task, dataset = {"type": "text-generation"}, {"name": data, "type": heading}
         result = {"task": task, "dataset": dataset, "metrics": numbers}
@@ -143,27 +130,26 @@ def _read_card(folder: Path) -> tuple[str, str, str, str, str, yaml.Node | None]
     return newline, begin, front, end, text[parts.end() :] if parts else text, models
 
 
-def _with_result(front: str, models: yaml.Node | None, name: str, result: dict[str, Any]) -> str:
+def _with_result(front: str, models: Any, name: str, result: dict[str, Any]) -> str:
     """
     Metadata with a result in the `model-index`: in the place of an earlier one of its data set, or behind those of the model of that
     name or of the only model, or with a new model.
     """
-    results = {node: _value(node, "results") for node in (models.value if models else ())}
-    blocks = {
-        node: each for node, each in results.items() if isinstance(each, yaml.SequenceNode) and not each.flow_style
-    }
-    for block in blocks.values():
-        for node in block.value:
-            kind = _value(_value(node, "dataset"), "type")
-            if kind is not None and kind.value == result["dataset"]["type"]:
-                start, column = front.rfind("\n", 0, node.start_mark.index) + 1, block.start_mark.column
-                return front[:start] + _listed(result, column) + front[_end(front, node) :]
-    named = [block for node, block in blocks.items() if _value(node, "name").value == name]
-    chosen = named or (list(blocks.values()) if len(results) == 1 else [])
-    new: Any = {"name": name, "results": [result]}
+    new = {"name": name, "results": [result]}
     if models is None:
         return f"{front}model-index:\n{_listed(new, 0)}"
-    block, item = (chosen[0], result) if chosen else (models, new)
+    block, item = models, new
+    for model in models.value:
+        results = _value(model, "results")
+        if not isinstance(results, yaml.SequenceNode) or results.flow_style:
+            continue
+        for node in results.value:
+            kind = _value(_value(node, "dataset"), "type")
+            if kind is not None and kind.value == result["dataset"]["type"]:
+                start = front.rfind("\n", 0, node.start_mark.index) + 1
+                return front[:start] + _listed(result, results.start_mark.column) + front[_end(front, node) :]
+        if len(models.value) == 1 or _value(model, "name").value == name:
+            block, item = results, result
     place = _end(front, block)
     return front[:place] + _listed(item, block.start_mark.column) + front[place:]
 

@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import json
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,8 +33,6 @@ from .tails import Estimate
 
 
 AUGMENTATION = 0.4  # strength σ of the augmentations, as in Hughes et al. (2024)
-_IN_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-_DOUBLE = "write a brace of the text itself twice, `{{` or `}}`"
 
 
 @dataclass(frozen=True)
@@ -69,32 +66,25 @@ class Attack:
                 )
         if not self.name.strip():
             raise ValueError("An attack has an empty `name`; give it one.")
-        if "prompt" not in _columns(self.template):
+        if not self.asks_for("prompt"):
             raise ValueError(
                 f"The template of the attack '{self.name}' has no `{{prompt}}`; put it where the behaviour goes."
             )
-        for name in ("template", "prefill"):
-            if re.search("[{}]", _IN_BRACES.sub("", getattr(self, name) or "")):
-                raise ValueError(f"`{name}` of the attack '{self.name}' has a single brace; {_DOUBLE}.")
+
+    def asks_for(self, column: str) -> bool:
+        """Whether the template has a column's name in braces; double ones are braces of the text."""
+        return f"{{{column}}}" in self.template.replace("{{", "").replace("}}", "")
 
     def filled(self, name: str, row: dict[str, Any]) -> str:
         """A text of the attack, `template` or `prefill`, with the values of a row in the place of its columns."""
-        known = {column: str(value) for column, value in row.items() if value is not None}
-
-        def value(found: re.Match[str]) -> str:
-            if found[1] is not None and found[1] not in known:
-                raise ValueError(
-                    f"`{name}` of the attack '{self.name}' cannot be filled: the row has no value of `{found[1]}`, only of "
-                    f"{', '.join(known)}; name one of these, and {_DOUBLE}."
-                )
-            return found[0][0] if found[1] is None else known[found[1]]
-
-        return _IN_BRACES.sub(value, getattr(self, name) or "")
-
-
-def _columns(text: str) -> set[str | None]:
-    """The columns that a text names in braces."""
-    return {found[1] for found in _IN_BRACES.finditer(text)}
+        known = {column: value for column, value in row.items() if value is not None}
+        try:
+            return (getattr(self, name) or "").format_map(known)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`{name}` of the attack '{self.name}' cannot be filled ({error!r}); columns of the row with a value are {', '.join(known)}. "
+                "Write a brace of the text itself twice, `{{` or `}}`."
+            ) from error
 
 
 def load_attacks(path: str | Path) -> list[Attack]:
@@ -213,7 +203,7 @@ def attempts(
         prefill = attack.filled("prefill", row)
 
         def asked(text: str, row: dict[str, Any] = row) -> str:
-            if CONTEXT in _columns(attack.template):  # which puts it where it belongs
+            if attack.asks_for(CONTEXT):  # and puts it where it belongs
                 text = text.removeprefix(in_context("", row.get(CONTEXT)))
             return attack.filled("template", row | {"prompt": augmented(text, rng) if attack.augment else text})
 

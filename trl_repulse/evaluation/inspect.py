@@ -44,12 +44,6 @@ def _rewards(scores: list[SampleScore], pooled: bool = True) -> np.ndarray:
     return np.array([row[:shortest] for row in rows.values()])
 
 
-def _with_interval(name: str, estimate: tails.Estimate) -> Value:
-    """An estimate as Inspect writes it: an end that the samples give no bound for is missing."""
-    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
-
-
 def _metric(
     name: str, estimate: Callable[[np.ndarray], tails.Estimate], pooled: bool = True, least: int = 1
 ) -> Metric:
@@ -58,7 +52,11 @@ def _metric(
 
     def compute(scores: list[SampleScore]) -> Value:
         rewards = _rewards(scores, pooled)
-        return _with_interval(name, estimate(rewards)) if pooled or least <= rewards.shape[1] else {}
+        if not pooled and least > rewards.shape[1]:
+            return {}
+        found = estimate(rewards)  # an end that the samples give no bound for is missing
+        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
+        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
 
     return compute
 
@@ -135,11 +133,8 @@ def reward(
 
 def _prompt(state: TaskState) -> str | list[dict[str, Any]]:
     """The prompt as rewards take it: plain text, or messages where the dataset had messages."""
-    return state.input if isinstance(state.input, str) else [_message(each) for each in state.input]
-
-
-def _message(message: Any) -> dict[str, str]:
-    return {"role": message.role, "content": message.text}
+    given = state.input
+    return given if isinstance(given, str) else [{"role": each.role, "content": each.text} for each in given]
 
 
 @solver
@@ -286,7 +281,9 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         }
     )
     evaluated = log.eval
-    inputs = [_texts(row[0].input) for row in rows.values()]
+    inputs = [row[0].input for row in rows.values()]
+    # Without the random ids of messages
+    inputs = [each if isinstance(each, str) else [[part.role, part.text] for part in each] for each in inputs]
     drawn = log.plan.config.model_dump(exclude_none=True) | evaluated.model_generate_config.model_dump(
         exclude_none=True
     )
@@ -300,11 +297,6 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)
-
-
-def _texts(prompt: Any) -> Any:
-    """A prompt without the random ids of its messages."""
-    return prompt if isinstance(prompt, str) else [[each.role, each.text] for each in prompt]
 
 
 def _without_number(samples: list[Any]) -> str:

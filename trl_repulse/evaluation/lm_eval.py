@@ -27,15 +27,7 @@ from .records import digest
 
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "until": []}
 # Generation defaults that the harness sets itself, or that change no distribution
-_KEPT = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "max_length",
-    "use_cache",
-    "transformers_version",
-    "_from_model_config",
-)
+_KEPT = "bos_token_id eos_token_id pad_token_id max_length use_cache transformers_version _from_model_config".split()
 
 
 @register_filter("trl_repulse_reward")
@@ -141,16 +133,10 @@ def tail_task(
     Its metrics are `prob_bad`, P(reward < `threshold`), `cvar`, and the ends of their 95 % intervals.
 
     Args:
-        prompts, split, prompt_column:
+        prompts (`str`):
             Prompts, as for [`~trl_repulse.data.load_prompts`]: plain text or, with `apply_chat_template=True`, one message of a user.
-        threshold (`float`): Reward under which an output is bad.
-        reward_model_path, reward_type, reward_kwargs:
-            The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
-        num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
-        max_completion_length (`int`, *optional*, defaults to `256`): Tokens of a completion.
-        level (`float`, *optional*, defaults to `0.01`): Level of the CVaR.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with the reward model.
+        threshold, reward_model_path, reward_type, reward_kwargs, num_samples, max_completion_length, split, prompt_column, level, trust_remote_code:
+            As for [`~trl_repulse.evaluation.inspect.tail`].
 
     Returns:
         [`TailTask`]: for the `tasks` of `lm_eval.simple_evaluate`. Its `task_name` has the name of the prompts and depends on all arguments.

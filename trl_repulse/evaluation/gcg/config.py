@@ -14,11 +14,14 @@ class GCGConfig:
     Settings of one greedy coordinate gradient attack (GCG, Zou et al. 2023, arXiv 2307.15043).
 
     Args:
-        num_steps (`int`, *optional*, defaults to `250`): Steps, each with one gradient and one search.
-        search_width (`int`, *optional*, defaults to `512`): Candidates drawn in a step.
+        num_steps (`int`, *optional*, defaults to `250`):
+            Steps, each with one gradient and one search.
+        search_width (`int`, *optional*, defaults to `512`):
+            Candidates drawn in a step.
         topk (`int`, *optional*, defaults to `256`):
             Tokens of steepest descent at each position, from which a candidate's new tokens are drawn.
-        n_replace (`int`, *optional*, defaults to `1`): Positions that a candidate changes.
+        n_replace (`int`, *optional*, defaults to `1`):
+            Positions that a candidate changes.
         buffer_size (`int`, *optional*, defaults to `0`):
             Best suffixes kept; a step starts from the best of them, or with 0 from the last step's best, even if it is worse.
         mellowmax (`float`, *optional*):
@@ -34,12 +37,14 @@ class GCGConfig:
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
             Text from which the tokenizer must give a candidate back: `"context"`, the whole prompt; `"suffix"`, as in nanogcg;
             `"off"`, none.
-        allow_non_ascii (`bool`, *optional*, defaults to `False`): Whether to draw tokens that are not printable ASCII.
+        allow_non_ascii (`bool`, *optional*, defaults to `False`):
+            Whether to draw tokens that are not printable ASCII.
         forbid_special (`bool`, *optional*, defaults to `True`):
             Whether to exclude special tokens, such as those of the chat template.
         early_stop (`bool`, *optional*, defaults to `False`):
             Whether to stop once greedy decoding after the current suffix gives the target.
-        stop_loss (`float`, *optional*): Loss, in nats, at which to stop.
+        stop_loss (`float`, *optional*):
+            Loss, in nats, at which to stop.
         merge_swaps (`int`, *optional*, defaults to `0`):
             A step also tries the best 2, 3, ... up to this many candidates merged into one. Not in the published algorithm.
         screen_dtype (`str`, *optional*):
@@ -53,7 +58,8 @@ class GCGConfig:
             `"chat"` for the tokenizer's chat template, `"raw"` for plain text that the model continues.
         chat_template_kwargs (`dict` or `str`, *optional*):
             Variables for the chat template, as in training; on the command line as JSON.
-        seed (`int`, *optional*, defaults to `0`): Seed of the candidates. The global random state is not used.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the candidates. The global random state is not used.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -122,12 +128,16 @@ class GCGEvaluationConfig(GCGConfig):
             `"behaviors"`: the prompt is the row's `goal` and the suffix. `"strings"`: it is the suffix alone.
         num_samples (`int`, *optional*, defaults to `10`):
             Responses drawn for each target before the attack, and as many after it.
-        max_new_tokens (`int`, *optional*, defaults to `20`): Tokens of a response.
-        include_suffix (`bool`, *optional*, defaults to `False`): Whether the judge reads the suffix after the goal.
-        max_targets (`int`, *optional*): Number of rows used, from the top of the table; all if unset.
+        max_new_tokens (`int`, *optional*, defaults to `20`):
+            Tokens of a response.
+        include_suffix (`bool`, *optional*, defaults to `False`):
+            Whether the judge reads the suffix after the goal.
+        max_targets (`int`, *optional*):
+            Number of rows used, from the top of the table; all if unset.
         on_bad_row (`str`, *optional*, defaults to `"error"`):
             For rows without a goal or target: `"error"` to refuse the table, `"skip"` to record them as skipped.
-        save_responses (`bool`, *optional*, defaults to `False`): Whether the results hold the responses.
+        save_responses (`bool`, *optional*, defaults to `False`):
+            Whether the results hold the responses.
 
     Raises:
         `ValueError`: If a value is out of range.
@@ -159,22 +169,29 @@ class GCGRunArguments:
     Arguments of an evaluation from the command line.
 
     Args:
-        model_name_or_path (`str`, *optional*): Model to attack, with its tokenizer: a path or a Hub id. Required.
-        table (`str`, *optional*): CSV file with a header and the columns `goal` and `target`. Required.
+        model_name_or_path (`str`, *optional*):
+            Model to attack, with its tokenizer: a path or a Hub id. Required.
+        table (`str`, *optional*):
+            CSV file with a header and the columns `goal` and `target`. Required.
         reward_type (`str`, *optional*):
             The judge: `"refusal"`, or a reward as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier
             `reward_model_path`, or `"refusal"` without one.
-        reward_model_path (`str`, *optional*): Reward model: a path, a Hub id, or a server's address.
+        reward_model_path (`str`, *optional*):
+            Reward model: a path, a Hub id, or a server's address.
         reward_kwargs (`dict` or `str`, *optional*):
             Further arguments of the reward or of [`RefusalJudge`]; on the command line as JSON.
-        output (`str`, *optional*, defaults to `"gcg.jsonl"`): File of the results.
+        output (`str`, *optional*, defaults to `"gcg.jsonl"`):
+            File of the results.
         threshold (`list[float]`, *optional*):
             Scores below which a response is bad, for the report. If unset, 0.5 for `"refusal"`, and no report for a reward.
-        shard (`str`, *optional*, defaults to `"1/1"`): Part of the table, as `i/n` with i from 1 to n.
+        shard (`str`, *optional*, defaults to `"1/1"`):
+            Part of the table, as `i/n` with i from 1 to n.
         dtype (`str`, *optional*, defaults to `"float32"`):
             Precision of the model's weights. In bfloat16, losses are too coarse to tell candidates apart.
-        model_revision (`str`, *optional*, defaults to `"main"`): Branch, tag or commit of the model on the Hub.
-        draft_model_name_or_path (`str`, *optional*): A smaller model with the same tokens, for probe sampling.
+        model_revision (`str`, *optional*, defaults to `"main"`):
+            Branch, tag or commit of the model on the Hub.
+        draft_model_name_or_path (`str`, *optional*):
+            A smaller model with the same tokens, for probe sampling.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with the model.
 
