@@ -4,7 +4,9 @@ import re
 from typing import Any
 
 
-_UNITS = {"kl": "nats per completion", "entropy": "nats per token"}
+# Metric of training or mean of a column of samples -> its unit
+_UNITS = dict.fromkeys(("kl", "mean kl", "mean entropy", "mean log_prob"), "nats per completion")
+_UNITS |= {"entropy": "nats per token", "mean length": "tokens"}
 # Metric -> how it is printed
 _WORDS = {
     "reward": "reward {}",
@@ -45,7 +47,7 @@ def kl_per_completion(logs: dict[str, Any], prefix: str = "") -> float | None:
 
 def with_unit(name: str) -> str:
     """A metric's name, with its unit if it needs one."""
-    unit = _UNITS.get(re.sub("^(eval_|mean )", "", name))
+    unit = _UNITS.get(name.removeprefix("eval_"))
     return f"{name}, {unit}" if unit else name
 
 

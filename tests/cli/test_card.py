@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+import shutil
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +80,115 @@ def test_evaluate_writes_its_report_on_a_new_card(model, weights, tmp_path, caps
     assert (card.data.library_name, card.data.model_name) == ("transformers", "model")
 
 
+MODELS = """\
+# of both
+model-index:
+- name: A  # first
+  results:
+  - task: {type: text-generation}
+    dataset: {name: d, type: d}
+    metrics:
+    - {type: m, value: 1.0, name: of A}
+  # behind A
+- results:
+    - task:
+        type: text-generation
+      dataset:
+        name: d
+        type: d
+      metrics:
+      - type: m
+        value: 2.0
+        name: of B
+  name: B
+tags: [x]
+"""
+ONE = MODELS.replace("- name: A", "- name: only").partition("- results:")[0] + "tags: [x]\n"
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\nversion: 1.10  # as text\nlicense: 'no'\nx:\n- no\n- 0x10\n- é\n---\n\n# Title  \n\n\ntext   \n\n",
+        f"---\n{MODELS}---\ntext",
+        f"---\n{ONE}---\n",
+        "---\nmodel-index:\n- {name: A, results: []}\n---\n",
+        "# no metadata\n\n---\nhere\n---\n",
+        "---\n---\n",
+        "",
+    ],
+    ids=["plain", "two models", "one model", "flow", "no metadata", "empty metadata", "empty"],
+)
+def test_all_else_on_a_card_stays_byte_for_byte(tmp_path, text, newline):
+    """What is written is only added, once, and loads as it should."""
+    model = tmp_path / "model"
+    model.mkdir()
+    original = text.replace("\n", newline).encode()
+    (model / "README.md").write_bytes(original)
+    for number in (1.0, 2.0, 3.0):
+        for heading in ("Held-out samples", "Attacks (GCG)"):
+            write_on_card(model, heading, f"says {number}", {"P: #1": Estimate(number, 0.0, 9.0, 5)}, "4 prompts", 0.9)
+    written = (model / "README.md").read_bytes()
+    rest = iter(written.splitlines(keepends=True))
+    assert all(any(line.rstrip() == other.rstrip() for other in rest) for line in original.splitlines(keepends=True))
+    if newline == "\r\n" and text:
+        assert written.count(b"\r\n") == written.count(b"\n")
+    assert written.count(b"says") == 2 and written.count(b"says 3.0") == 2
+    card = ModelCard.load(model / "README.md")
+    found = [(each.metric_name, each.metric_value) for each in card.data.eval_results]
+    kept = [("of A", 1.0), ("of B", 2.0)][: written.count(b"name: of ")]
+    assert sorted(found) == sorted([*kept, ("P: #1", 3.0), ("P: #1", 3.0)])
+    models = yaml.safe_load(written.decode().split("---")[1])["model-index"]
+    counts = {each["name"]: len(each["results"]) for each in models}
+    others = {"A": 1, "B": 1} if "name: B" in text else {"A": 0} if "name: A" in text else {}
+    assert counts == {**others, "model": 2} if "only" not in text else {"only": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"---\na: [1\n---\n", "README.md` has metadata that are not valid YAML: .*line 2"),
+        ("---\na: \u00e9\n---\n".encode("latin-1"), "README.md` is not UTF-8 text .*save it as UTF-8"),
+        (b"---\nmodel-index: 3\n---\n", "README.md` has a `model-index` that is no list of models"),
+        (b"---\nmodel-index:\n- results: []\n---\n", "README.md` has a `model-index` that is no list of models"),
+    ],
+    ids=["yaml", "encoding", "number", "no name"],
+)
+def test_a_card_that_cannot_be_read_is_refused_before_anything_is_drawn(tmp_path, capsys, content, message):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "README.md").write_bytes(content)
+    words = ["evaluate", str(tmp_path / "s"), "--model", str(model), "--prompts", "none.jsonl", "--card", str(model)]
+    assert main(words) == 1
+    assert re.search(message, err := capsys.readouterr().err) and str(model) in err and len(err.splitlines()) == 1
+    assert (model / "README.md").read_bytes() == content
+
+
+def test_the_conditions_are_on_the_card(tmp_path, model_dirs):
+    """Also of samples that were drawn before; and with the table, if the model is another."""
+    (tmp_path / "mine.py").write_text(
+        "def judge(completions, **_):\n    return [float(len(each)) for each in completions]\n"
+    )
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "fish"}\n')
+    folder = shutil.copytree(model_dirs["gpt2"], tmp_path / "model")
+    words = ["evaluate", str(tmp_path / "s"), "--thresholds", "1"]
+    draw = ["--model", str(folder), "--prompts", str(tmp_path / "held_out.jsonl"), "--num_samples", "4"]
+    draw += ["--reward_type", f"{tmp_path / 'mine.py'}:judge", "--max_completion_length", "3", "--dtype", "bfloat16"]
+    assert main([*words, *draw]) == 0
+    shutil.move(tmp_path / "held_out.jsonl", tmp_path / "renamed.jsonl")
+    draw[3] = str(tmp_path / "renamed.jsonl")
+    assert main([*words, *draw]) == 0  # the name changes no sample
+    assert main([*words, "--card", str(folder)]) == 0
+    text = (folder / "README.md").read_text()
+    assert (
+        "Conditions: prompts `held_out.jsonl`, precision bfloat16, temperature 1 from all tokens, tokens of a completion 3, "
+        "seed 0, judge `judge`." in text
+    )
+    assert "name: 4 completions of each of 1 prompts" in text
+
+
 def test_the_card_of_another_model_is_refused(model, weights, tmp_path, capsys):
     write_samples(tmp_path / "s", [[-5.0, 1.0]], weights)
     write_samples(tmp_path / "half", [[-5.0, 1.0]], hash_model(AutoModelForCausalLM.from_pretrained(model).bfloat16()))
@@ -87,6 +199,7 @@ def test_the_card_of_another_model_is_refused(model, weights, tmp_path, capsys):
         assert (model / "README.md").exists() == (code == 0)
     captured = capsys.readouterr()
     assert f"`--card {model}` holds other weights than the model that was measured, `m`" in captured.err
+    assert captured.out.count("| P(r < -4) |") == 3  # what was measured is not lost
     (model / "model.safetensors").unlink()  # cannot be loaded, so that nothing can be said
     assert main(["evaluate", str(tmp_path / "s"), "--thresholds", "-4", "--card", str(model)]) == 0
     assert (model / "README.md").exists()

@@ -12,11 +12,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trl.trainer.utils import remove_none_values
 
 from trl_repulse import PPOTrainer, ReinforceTrainer
+from trl_repulse.cli.arguments import ARGUMENTS as METHODS
+from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data._checks import ALWAYS_PASSED, as_dataset, check_rows
 from trl_repulse.data._prompts import as_templates_read
 from trl_repulse.evaluation.callback import BeforeAfterCallback
+from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from ..conftest import build_model, build_tokenizer
@@ -152,25 +155,58 @@ def test_training_and_its_table(make, path, writer, streaming):
     assert {(json.dumps(prompt), json.dumps(about)) for prompt, about in seen} == known
 
 
+def flags_of(command, model, path, reward, folder):
+    """A short run of a command."""
+    prompts, judge = ["--prompts", str(path)], ["--reward_type", reward, "--max_completion_length", "1"]
+    if command in METHODS:
+        flags = ["--max_steps", "1", "--disable_tqdm", "true", "--use_cpu", "true", "--bf16", "false"]
+        flags += ["--model_name_or_path", model, "--dataset_name", str(path), "--output_dir", str(folder)]
+        flags += ["--per_device_train_batch_size", "24", "--num_generations", "2", "--report_to", "none", *judge]
+        threshold = [] if command in ("reinforce", "grpo", "ppo") else ["--bad_reward_threshold", "0.5"]
+        return [*flags, *threshold]
+    named = {"rare-events": [command, model], "suggest": [command, "--model", model]}
+    flags = [*named.get(command, [command, str(folder), "--model", model]), *prompts, *judge]
+    return (
+        flags
+        + {
+            "evaluate": ["--num_samples", "2"],
+            "attacks": ["--num_samples", "2", "--threshold", "1", "--prefill", "fish", "--augment"],
+            "rare-events": ["--num_samples", "48", "--num_proposal_samples", "0", "--threshold", "1"],
+            "suggest": ["--num_samples", "60", "--output", str(folder)],
+        }[command]
+    )
+
+
 @pytest.mark.trainer
-@pytest.mark.parametrize("command", ["reinforce", "grpo"])
-def test_commands(path, tmp_path, writer, command):
-    """With TRL's own trainer too, which looks up the content of a message that has none."""
+@pytest.mark.parametrize("command", [*METHODS, "evaluate", "attacks", "rare-events", "suggest"])
+def test_commands(tmp_path, writer, command):
+    """Each passes all rows to the reward as they are. With TRL's own trainer too, which looks up the content of a message that has none."""
     long_model(writer).save_pretrained(tmp_path / "model")
     writer.save_pretrained(tmp_path / "model")
     (tmp_path / "mine.py").write_text(
         "import json, pathlib\n\n"
-        "def reward(prompts, completions, about, **_):\n"
+        "def reward(prompts, completions, about, number, behavior=None, **_):\n"
         "    with (pathlib.Path(__file__).parent / 'seen.jsonl').open('a') as file:\n"
-        "        file.writelines(json.dumps(row) + '\\n' for row in zip(prompts, about))\n"
+        "        file.writelines(json.dumps(row) + '\\n' for row in zip(prompts, about, number))\n"
         "    return [float(i) for i in range(len(prompts))]\n"
     )
-    flags = ["--max_completion_length", "1", "--max_steps", "1", "--disable_tqdm", "true", "--use_cpu", "true"]
-    flags += ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(path), "--bf16", "false"]
-    flags += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--output_dir", str(tmp_path / "out")]
-    train(command, [*flags, "--per_device_train_batch_size", "24", "--num_generations", "2", "--report_to", "none"])
-    seen = {line.rstrip() for line in (tmp_path / "seen.jsonl").read_text().splitlines()}
-    assert seen == {json.dumps([prompt, prompt[1]]) for prompt in PROMPTS}
+    asked = [[*prompt, {"role": "user", "content": "the cat"}] for prompt in PROMPTS]
+    rows = [{"prompt": each, "about": each[1], "number": i if i % 2 else i + 0.5} for i, each in enumerate(asked)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = flags_of(
+        command,
+        *(str(tmp_path / "model"), tmp_path / "prompts.jsonl", f"{tmp_path / 'mine.py'}:reward", tmp_path / "out"),
+    )
+    if command in METHODS:
+        train(command, flags)
+    else:
+        assert main(flags) == 0
+    seen = set((tmp_path / "seen.jsonl").read_text().splitlines())
+    assert seen == {json.dumps([row["prompt"], row["about"], row["number"]]) for row in rows}
+    if command == "attacks":
+        for name, begin in (("prompt", ""), ("prefill", "fish")):
+            table = load_samples(tmp_path / "out" / "attacks" / name).table
+            assert table["prompt"].to_pylist()[::2] == [text + begin for text in rendered(writer, asked)]
 
 
 def test_what_a_message_lacks_is_undefined_to_a_template():

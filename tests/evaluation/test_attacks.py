@@ -16,6 +16,8 @@ from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.attacks import (
     Attack,
     OnBehavior,
+    _case,
+    _export,
     attack_report,
     attempts,
     augmented,
@@ -98,7 +100,7 @@ def test_what_is_asked():
     rows, _ = attempts(Attack("a", prefill="sure"), chat, tokenizer, settings)
     assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]sure"]
 
-    for prefill in ("{target}", "{Target.x}", "{0}"):
+    for prefill in ("{target}", "{Target.x}", "{0}", "{}"):
         with pytest.raises(ValueError, match="'a' cannot be filled"):
             attempts(Attack("a", prefill=prefill), plain, tokenizer, settings)
     gap = Dataset.from_list([{"prompt": "the cat", "Target": None}, {"prompt": "fish", "Target": " ate"}])
@@ -106,6 +108,76 @@ def test_what_is_asked():
         attempts(Attack("a", prefill="{Target}"), gap, tokenizer, settings)
     with pytest.raises(ValueError, match="column `behavior`, which attacks write"):
         attempts(Attack("a"), Dataset.from_list([{"prompt": "a", "behavior": "b"}]), tokenizer, settings)
+
+
+def test_a_template_is_filled_like_a_prefill():
+    """Names in braces are columns, also those in which the columns' values would be read again, and a double brace is a brace."""
+    row = {"prompt": "the {cat}", "ContextString": "{prompt}", "Target": "fish"}
+    attack = Attack("a", template='{{"ask": "{prompt}", "of": "{ContextString}"}}', prefill='{{"answer": "{Target}')
+    rows, _ = attempts(attack, Dataset.from_list([row]), build_tokenizer(), SamplingSettings())
+    assert rows["prompt"] == ['{"ask": "the {cat}", "of": "{prompt}"}{"answer": "fish']
+    for texts in (
+        {"prefill": '{"answer":'},
+        {"prefill": "a }"},
+        {"template": "{prompt} {"},
+        {"template": "{x}{prompt}"},
+    ):
+        with pytest.raises(
+            ValueError, match="of the attack 'a' cannot be filled .* Write a brace of the text itself twice, `{{`"
+        ):
+            Attack("a", **texts).filled(next(iter(texts)), row)
+    with pytest.raises(ValueError, match="has no `{prompt}`"):
+        Attack("a", template="{{prompt}}")
+
+
+def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
+    """The model, the judge and the export get the context; rows without one are as they were."""
+    (tmp_path / "b.csv").write_text("Behavior,ContextString,BehaviorID\nthe cat,fish ate,one\nthe dog,,two\n")
+    (tmp_path / "mine.py").write_text(
+        "import json, pathlib\n\n"
+        "def reward(prompts, **_):\n"
+        "    (pathlib.Path(__file__).parent / 'seen.json').write_text(json.dumps(prompts))\n"
+        "    return [0.0] * len(prompts)\n"
+    )
+    templates = [
+        {"name": "say", "template": "bad {prompt}"},
+        {"name": "own", "template": "{ContextString} ran {prompt}"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, templates)))
+    words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "b.csv")]
+    words += ["--prompt_column", "Behavior", "--reward_type", f"{tmp_path / 'mine.py'}:reward", "--threshold", "0"]
+    words += ["--attacks", str(tmp_path / "a.jsonl"), "--num_samples", "1", "--max_completion_length", "2"]
+    assert main([*words, "--export", str(tmp_path / "e.json"), "--layout", "harmbench"]) == 0
+    asked = ["fish ate\n\n---\n\nthe cat", "the dog"]
+    assert json.loads((tmp_path / "seen.json").read_text()) == asked
+    cases = json.loads((tmp_path / "e.json").read_text())
+    found = {name: [case[0]["test_case"] for case in rows.values()] for name, rows in cases.items()}
+    assert found == {
+        "prompt": asked,
+        "say": [f"bad {text}" for text in asked],
+        "own": ["fish ate ran the cat", " ran the dog"],
+    }
+    assert main([*words, "--export", str(tmp_path / "e.json")]) == 0
+    jailbreaks = json.loads((tmp_path / "e.json").read_text())["say"]["jailbreaks"]
+    assert [each["goal"] for each in jailbreaks] == asked
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("Index", ["57", "93"], [57, 93]),
+        ("Index", [93, 0], [93, 0]),
+        ("Index", ["57", "57"], [0, 1]),
+        ("Index", ["a", "b"], [0, 1]),
+        ("Index", [57, None], [0, 1]),
+        ("BehaviorID", ["57", "93"], [0, 1]),
+    ],
+)
+def test_rows_of_jailbreakbench_keep_their_index(tmp_path, column, values, expected):
+    rows = [{"prompt": text, column: value} for text, value in zip("ab", values, strict=True)]
+    _export(tmp_path / "e.json", {"a": [[_case("a", "b", 0.0, 0.5)]] * 2}, dict(enumerate(rows)), "jailbreakbench")
+    found = json.loads((tmp_path / "e.json").read_text())["a"]["jailbreaks"]
+    assert [each["index"] for each in found] == expected
 
 
 def test_the_judge_reads_the_behaviour_and_the_whole_answer():

@@ -14,17 +14,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from trl_repulse._numbers import with_unit
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation import plots, tails
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
-from trl_repulse.evaluation.report import estimates, tail_report
-from trl_repulse.evaluation.tails import crossed_interval
+from trl_repulse.evaluation.report import _markdown_table, estimates, tail_report
+from trl_repulse.evaluation.tails import Estimate, crossed_interval
 
-from ..conftest import BAD, USE_CPU
-from ..evaluation_support import write_samples
+from ..conftest import BAD, USE_CPU, build_tokenizer
+from ..evaluation_support import sample, write_samples
 
 
 def coverage(interval, truth, repetitions=1000):
@@ -193,7 +194,43 @@ def test_a_table_names_the_units(tmp_path):
     for name in ("kl", "entropy"):
         samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(np.arange(100.0))))
     table = tail_report(samples, levels=[]).to_markdown()
-    assert "| mean kl, nats per completion | 49.5 |" in table and "| mean entropy, nats per token | 49.5 |" in table
+    assert "| mean kl, nats per completion | 49.5 |" in table
+    assert "| mean entropy, nats per completion | 49.5 |" in table  # a sum over tokens
+    table = tail_report(samples, levels=[], column="entropy").to_markdown()
+    assert table.startswith("`entropy`, nats per completion: 50 completions of each of 2 prompts")
+    assert [with_unit(name) for name in ("entropy", "eval_entropy")] == [
+        "entropy, nats per token",  # of training
+        "eval_entropy, nats per token",
+    ]
+
+
+def test_the_units_are_those_of_the_sampler(tmp_path, model_dirs):
+    """Entropy and KL of completions are sums: with uniform next tokens, T times the logarithm of the vocabulary."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.generation_config.eos_token_id = None
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    samples = sample(tmp_path / "s", model, ["the cat"], tokenizer=tokenizer, reference=model, max_completion_length=5)
+    report = tail_report(samples, levels=[])
+    assert report.overall["mean entropy"].value == pytest.approx(5 * math.log(model.config.vocab_size))
+    assert report.overall["mean length"].value == 5 and "| mean length, tokens | 5 |" in report.to_markdown()
+
+
+def test_a_column_equal_to_another_is_reported_once(tmp_path):
+    samples = load_samples(write_samples(tmp_path / "s", np.random.default_rng(0).normal(size=(2, 50))))
+    reward = samples.table["reward"]
+    same = dataclasses.replace(samples, table=samples.table.set_column(3, "return", reward))
+    assert list(tail_report(same, levels=[]).overall) == ["mean"]
+    assert list(tail_report(samples, levels=[]).overall) == ["mean", "mean return"]
+
+
+def test_ends_without_bounds_in_words():
+    names = {"a": (-math.inf, math.inf), "b": (-math.inf, 2.0), "c": (1.0, math.inf), "d": (1.0, 2.0)}
+    estimates = {name: Estimate(1.0, *ends, 5) for name, ends in names.items()}
+    rows = [row.split(" | ")[2] for row in _markdown_table(estimates, 0.95)[2:]]
+    assert rows == ["no interval", "at most 2", "at least 1", "1 to 2"]
 
 
 def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):

@@ -63,13 +63,14 @@ def prompts(tmp_path_factory):
     return path
 
 
-def evaluate(prompts, folder, policy=None, chat_template=PLAIN, **options):
+def evaluate(prompts, folder, policy=None, chat_template=PLAIN, limits=None, **options):
     settings = {"reward_model_path": str(embedded.reward_model_path()), "num_samples": 8, "max_completion_length": 8}
     made = integration.tail(str(prompts), threshold=0.0, **settings | options)
     model_args = {"model_path": str(policy or embedded.policy_path()), "device": "cpu"}
     model_args |= {} if chat_template is None else {"chat_template": chat_template}
     (log,) = inspect_ai.eval(
-        made, model="hf/policy", model_args=model_args, log_dir=str(folder), display="none", log_level="error"
+        *(made, "hf/policy"),
+        **{"model_args": model_args, "log_dir": str(folder), "display": "none", "log_level": "error"} | (limits or {}),
     )
     return log
 
@@ -119,6 +120,35 @@ def test_other_tokens_than_in_training_are_refused(prompts, tmp_path):
     (path,) = (tmp_path / "logs").glob("*.eval")
     with pytest.raises(ValueError, match="eval-retry"):
         load_samples(path)
+
+
+def test_prompts_that_leave_no_room_are_refused(prompts, tmp_path):
+    for number, options in enumerate(({"max_completion_length": 5000}, {})):
+        log = evaluate(prompts, tmp_path / str(number), limits={} if options else {"max_tokens": 5000}, **options)
+        assert log.status == "error" and "`max_completion_length=5000` exceed the model's context" in log.error.message
+
+
+def test_failed_samples_of_a_log_are_named(prompts, tmp_path):
+    """Also where the log is finished in spite of them, and where a scorer gives no number."""
+    (tmp_path / "mine.py").write_text(
+        "def judge(prompts, completions, **_):\n    return [None if prompts[0].startswith(FIRST) else 1.0]\n".replace(
+            "FIRST", repr(embedded.load_prompts("unseen")["prompt"][0])
+        )
+    )
+    options = {"reward_model_path": None, "reward_type": f"{tmp_path / 'mine.py'}:judge", "num_samples": 2}
+    log = evaluate(prompts, tmp_path / "logs", limits={"fail_on_error": False}, **options)
+    assert log.status == "success"
+    (path,) = (tmp_path / "logs").glob("*.eval")
+    with pytest.raises(
+        ValueError, match="has 2 failed samples .sample 0, epoch 1: .*judge.* sample 0, epoch 2.*eval-retry"
+    ):
+        load_samples(path)
+    log.samples = [each for each in log.samples if each.error is None]
+    log.eval.config.epochs = 2
+    log.samples[1].scores["reward"].value = "good"
+    inspect_ai.log.write_eval_log(log, str(tmp_path / "text.eval"))
+    with pytest.raises(ValueError, match="`scorer_name` can be: none; 'reward' gives none to sample 2, epoch 1"):
+        load_samples(tmp_path / "text.eval")
 
 
 def test_numbers_out_of_range_are_refused_before_anything_is_drawn(prompts):

@@ -2,15 +2,18 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard
+import yaml
 
+from ..evaluation.records import write_atomically
 from ..evaluation.tails import Estimate
 
 
+_METADATA = re.compile(r"(\ufeff?\s*---[^\S\n]*\n)(.*?)(^---[^\S\n]*(?:\n|\Z))", re.DOTALL | re.MULTILINE)
 _NEW = """\
 ---
 library_name: transformers
@@ -25,22 +28,19 @@ tags:
 
 def add_card(parser: Any) -> None:
     """Declares `--card`."""
-    parser.add_argument(
-        "--card",
-        metavar="MODEL_DIR",
-        type=Path,
-        help="folder of the model, on whose card (README.md) the report is written",
-    )
+    text = "folder of the model, on whose card (README.md) the report is written"
+    parser.add_argument("--card", metavar="MODEL_DIR", type=Path, help=text)
 
 
 def check_card(folder: Path | None, models: int = 1) -> None:
-    """Raises a `ValueError` if the folder that `--card` names holds no model, or the report has several models."""
+    """Raises a `ValueError` if the folder that `--card` names holds no model or a card that cannot be read, or the report has several models."""
     if folder is None:
         return
     if models > 1:
         raise ValueError("`--card` is for one model; leave it out for several.")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"`--card {folder}` holds no model; name the folder of the model that was measured.")
+    _read_card(folder)  # mistakes in it, before anything is drawn
 
 
 def check_measured(
@@ -77,39 +77,98 @@ def write_on_card(
 ) -> None:
     """
     Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier
-    section with the heading. A model without a card gets one. `data` says what the model was measured on, and `confidence` is the
-    nominal coverage of the intervals. Metrics that are not finite are left out.
+    section with the heading and its metrics; all else on the card stays as it is, byte for byte. A model without a card gets one.
+    `data` says what the model was measured on, and `confidence` is the nominal coverage of the intervals. Metrics that are not
+    finite are left out.
+    """
+    newline, begin, front, end, body, models = _read_card(folder)
+    numbers = []
+    for name, estimate in metrics.items():
+        value, *ends = (float(f"{number:.6g}") for number in (estimate.value, estimate.low, estimate.high))
+        known = {side: end for side, end in zip(("low", "high"), ends, strict=True) if math.isfinite(end)}
+        if math.isfinite(value):
+            numbers.append({"type": name, "value": value, "name": name, "args": {"confidence": confidence} | known})
+    if numbers:
+        task, dataset = {"type": "text-generation"}, {"name": data, "type": heading}
+        result = {"task": task, "dataset": dataset, "metrics": numbers}
+        front = _with_result(front, models, folder.resolve().name, result)
+    first, last = f"<!-- {heading} -->", f"<!-- end of {heading} -->"
+    section = f"{first}\n### {heading}\n\n{text}\n\n{last}"
+    before, found, rest = body.partition(first)
+    if found and last in rest:
+        body = before + section + rest.partition(last)[2]
+    elif "\n### Framework versions" in body:  # of a card that TRL wrote
+        body = body.replace("\n### Framework versions", f"\n{section}\n\n### Framework versions", 1)
+    else:
+        body += "\n" * (2 - body.endswith("\n")) + f"{section}\n"
+    content = (begin + front + end + body).replace("\n", newline).encode()
+    write_atomically(folder / "README.md", lambda partial: partial.write_bytes(content))
+
+
+def _read_card(folder: Path) -> tuple[str, str, str, str, str, yaml.Node | None]:
+    """
+    The card in a folder, or a new one: its line break, which is written as `\\n` in all that follows, the line before its metadata, the
+    metadata (YAML), the line behind them, the text, and the node of the `model-index` in the metadata.
     """
     path = folder / "README.md"
-    card = ModelCard.load(path) if path.is_file() else ModelCard(_NEW.format(name=folder.resolve().name))
-    begin, end = f"<!-- {heading} -->", f"<!-- end of {heading} -->"
-    section = f"{begin}\n### {heading}\n\n{text}\n\n{end}"
-    if begin in card.text and end in card.text.partition(begin)[2]:
-        card.text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: section, card.text, flags=re.DOTALL)
-    elif "\n### Framework versions" in card.text:  # of a card that TRL wrote
-        card.text = card.text.replace("\n### Framework versions", f"\n{section}\n\n### Framework versions", 1)
-    else:
-        card.text = f"{card.text.rstrip()}\n\n{section}\n"
-    kept = [each for each in card.data.eval_results or [] if each.dataset_type != heading]
-    card.data.model_name = card.data.model_name or folder.resolve().name
-    card.data.eval_results = kept + [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=heading,
-            dataset_name=data,
-            metric_type=name,
-            metric_name=name,
-            metric_value=float(f"{estimate.value:.6g}"),
-            metric_args={
-                "confidence": confidence,
-                **{
-                    end: float(f"{bound:.6g}")
-                    for end, bound in (("low", estimate.low), ("high", estimate.high))
-                    if math.isfinite(bound)
-                },
-            },
+    try:
+        text = path.read_bytes().decode() if path.is_file() else _NEW.format(name=folder.resolve().name)
+        newline = "\r\n" if "\n" in text and text.count("\r\n") == text.count("\n") else "\n"
+        text = text.replace(newline, "\n")
+        parts = _METADATA.match(text)
+        begin, front, end = parts.groups() if parts else ("---\n", "", "---\n")
+        models = _value(yaml.compose(front), "model-index")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{path}` is not UTF-8 text ({error}); save it as UTF-8.") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` has metadata that are not valid YAML: {' '.join(str(error).split())}.") from error
+    listed = models.value if isinstance(models, yaml.SequenceNode) and not models.flow_style else [None]
+    if models is not None and any(_value(each, "name") is None for each in listed):
+        raise ValueError(
+            f"`{path}` has a `model-index` that is no list of models with a `name` and `results`; correct it, or remove it."
         )
-        for name, estimate in metrics.items()
-        if math.isfinite(estimate.value)
-    ]
-    card.save(path)
+    return newline, begin, front, end, text[parts.end() :] if parts else text, models
+
+
+def _with_result(front: str, models: Any, name: str, result: dict[str, Any]) -> str:
+    """
+    Metadata with a result in the `model-index`: in the place of an earlier one of its data set, or behind those of the model of that
+    name or of the only model, or with a new model.
+    """
+    new = {"name": name, "results": [result]}
+    if models is None:
+        return f"{front}model-index:\n{_listed(new, 0)}"
+    block, item = models, new
+    for model in models.value:
+        results = _value(model, "results")
+        if not isinstance(results, yaml.SequenceNode) or results.flow_style:
+            continue
+        for node in results.value:
+            kind = _value(_value(node, "dataset"), "type")
+            if kind is not None and kind.value == result["dataset"]["type"]:
+                start = front.rfind("\n", 0, node.start_mark.index) + 1
+                return front[:start] + _listed(result, results.start_mark.column) + front[_end(front, node) :]
+        if len(models.value) == 1 or _value(model, "name").value == name:
+            block, item = results, result
+    place = _end(front, block)
+    return front[:place] + _listed(item, block.start_mark.column) + front[place:]
+
+
+def _value(node: yaml.Node | None, key: str) -> Any:
+    """The node of a key in a mapping, or `None`."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return next((value for name, value in pairs if name.value == key), None)
+
+
+def _end(front: str, node: yaml.Node) -> int:
+    """Where the line behind a node begins. A block's own mark is behind the comments that follow it."""
+    while isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    end = node.end_mark
+    return end.index if end.column == 0 else front.index("\n", end.index) + 1
+
+
+def _listed(item: dict[str, Any], column: int) -> str:
+    """An item of a list in YAML, with its dash in a column."""
+    return textwrap.indent(yaml.safe_dump([item], sort_keys=False, allow_unicode=True), " " * column)

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.attacks import (
         Attack,
         attack_report,
+        check_names,
         export_attempts,
         format_attacks,
         gcg_scores,
@@ -82,11 +83,7 @@ def run(args: argparse.Namespace) -> int:
         header, _ = read_results(*args.gcg)
         gcg[f"GCG, judged by {header['identity']['judge']}"] = gcg_scores(*args.gcg)
         of_gcg = (header["identity"]["model"], header["model"], "--model", f"`--gcg {args.gcg[0]}` measured")
-    names = [attack.name for attack in attacks] + [*gcg]
-    if len({*names}) < len(names):
-        raise ValueError(
-            "`--attacks` has an attack with the name of a built-in one (prompt, prefill, best of N); rename it."
-        )
+    check_names(attacks)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
 
     if args.gcg:

@@ -274,11 +274,12 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         folders = map(str, args.folders)
         columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
         plot_rewards(columns, args.figure, args.thresholds, args.column)
+    print(text)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
         metrics = {
-            f"mean {report.column}" if name == "mean" else with_unit(name): it for name, it in report.overall.items()
+            with_unit(f"mean {report.column}" if name == "mean" else name): it for name, it in report.overall.items()
         }
-        write_on_card(args.card, "Held-out samples", report.to_markdown(), metrics, data, report.confidence)
-    print(text)
+        text = f"{report.to_markdown()}\n\n{samples[0].conditions}"
+        write_on_card(args.card, "Held-out samples", text, metrics, data, report.confidence)

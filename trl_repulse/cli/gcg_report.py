@@ -45,19 +45,21 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.plots import plot_attack_success
 
         plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+    print(format_report(summary))
     if args.card is not None:
         check_measured(args.card, header["identity"]["model"], header["model"])
-        _write_on_card(args, summary)
-    print(format_report(summary))
+        _write_on_card(args, header, summary)
     return 0
 
 
-def _write_on_card(args: argparse.Namespace, summary: dict[str, Any]) -> None:
+def _write_on_card(args: argparse.Namespace, header: dict[str, Any], summary: dict[str, Any]) -> None:
     metrics = {
         f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
         for threshold, rates in summary["thresholds"].items()
         for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
         for phase in ("before", "after")
     }
-    text = f"```text\n{format_report(summary)}\n```"
+    attack = header["identity"]["config"]
+    text = f"```text\n{format_report(summary)}\n```\n\nConditions: {attack['num_samples']} responses of at most "
+    text += f"{attack['max_new_tokens']} tokens, temperature 1 from all tokens, seed {attack['seed']}."
     write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])

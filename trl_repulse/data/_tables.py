@@ -161,7 +161,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 @dataclass
 class ExactJson:
     """
-    Type of a column of lists and objects, stored as JSON text and read back unchanged.
+    Type of a column of lists and objects, or of whole numbers beside others, stored as JSON text and read back unchanged.
 
     Arrow has one structure for all rows: each row gets the keys of the others, and 1 next to 2.5 becomes 1.0.
     [`~datasets.Json`] changes the last digits of floats (datasets 5.2).
@@ -204,6 +204,7 @@ def _type_of(values: list[Any]) -> Any:
             return ExactJson()
         raise
     # Compared as text: 1 == 1.0, and objects with keys in another order are equal
-    if nested and any(repr(a) != repr(b) for a, b in zip(values, dataset["values"], strict=True)):
+    exact = nested or {int, float} <= {*map(type, values)}
+    if exact and any(repr(a) != repr(b) for a, b in zip(values, dataset["values"], strict=True)):
         return ExactJson()
     return dataset.features["values"]

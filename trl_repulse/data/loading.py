@@ -21,6 +21,7 @@ LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 # Names with these suffixes are files, never data sets on the Hub, even if the file is missing.
 _FILE_SUFFIXES = (*LOCAL_SUFFIXES, ".arrow", ".gz", ".md", ".tsv", ".txt", ".xlsx", ".yaml", ".yml", ".zip", ".zst")
 
+CONTEXT = "ContextString"  # HarmBench's column of a text that its `Behavior` is about, empty in most rows
 _NAME_SPLIT = (
     "name one that it has with `load_prompts(split=...)`, on the command line `--split` (in training, `--dataset_train_split`, "
     "and for held-out prompts `--dataset_test_split`)"
@@ -51,7 +52,8 @@ def load_prompts(
         streaming (`bool`, *optional*, defaults to `False`):
             Whether to stream. A file is still read whole. Rows streamed from the Hub are checked during training.
         column (`str`, *optional*, defaults to `"prompt"`):
-            Column with the prompts; it is renamed to `"prompt"` and replaces a column of that name.
+            Column with the prompts; it is renamed to `"prompt"` and replaces a column of that name. HarmBench's `"Behavior"` gets
+            the row's `"ContextString"` in front of it, as HarmBench asks.
         as_conversation (`bool`, *optional*, defaults to `False`):
             Whether to turn a plain prompt into a user's message, so that the chat template is applied.
 
@@ -75,6 +77,9 @@ def load_prompts(
         check_dataset(dataset, name)
         if isinstance(dataset, Dataset):
             _check_prompts(dataset["prompt"], name, stored=True)
+    dataset.info.dataset_name = path.name if path.is_file() else name  # by which reports know it
+    if column == "Behavior" and CONTEXT in (dataset.column_names or ()):
+        dataset = dataset.map(lambda row: {"prompt": in_context(row["prompt"], row[CONTEXT])})
     if not as_conversation or not (dataset.features is None or isinstance(dataset.features["prompt"], Value)):
         return dataset
 
@@ -83,6 +88,11 @@ def load_prompts(
         return {"prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt}
 
     return dataset.map(as_messages)
+
+
+def in_context(behavior: str, context: str | None) -> str:
+    """A behaviour of HarmBench behind its context, as HarmBench asks for it."""
+    return f"{context}\n\n---\n\n{behavior}" if context else behavior
 
 
 def drop_long_prompts(

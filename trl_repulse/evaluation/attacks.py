@@ -19,10 +19,12 @@ from transformers import PreTrainedTokenizerBase
 
 from .._numbers import percent
 from ..data._checks import check_prompt_lengths
+from ..data._tables import columns_of, from_columns, read_json_lines
+from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
 from . import tails
 from ._generation import as_function, check_template_kwargs, event_loop, process_state, prompt_tokens, render
-from .gcg.evaluator import RefusalJudge
+from .gcg.evaluator import LABELS, RefusalJudge
 from .gcg.results import _scores, read_results
 from .records import SampleSet, write_atomically
 from .report import text_table
@@ -39,12 +41,12 @@ class Attack:
     One way of asking for a behaviour.
 
     Args:
-        name (`str`):
-            Its name in the report and its folder.
+        name (`str`): Its name in the report and its folder.
         template (`str`, *optional*, defaults to `"{prompt}"`):
             Text of the user with `{prompt}` in the place of the behaviour.
         prefill (`str`, *optional*):
-            Beginning of the answer, which the model continues; a name in braces, as `"{Target}"`, is a column of the data set.
+            Beginning of the answer, which the model continues. In both texts a name in braces, as `"{Target}"`, is a column of the data
+            set, and `{{` is a brace.
         augment (`bool`, *optional*, defaults to `False`):
             Whether each attempt has its own random augmentation of the behaviour's letters: best-of-N jailbreaking
             (Hughes et al. 2024, arXiv 2412.03556).
@@ -64,10 +66,25 @@ class Attack:
                 )
         if not self.name.strip():
             raise ValueError("An attack has an empty `name`; give it one.")
-        if "{prompt}" not in self.template:
+        if not self.asks_for("prompt"):
             raise ValueError(
                 f"The template of the attack '{self.name}' has no `{{prompt}}`; put it where the behaviour goes."
             )
+
+    def asks_for(self, column: str) -> bool:
+        """Whether the template has a column's name in braces; double ones are braces of the text."""
+        return f"{{{column}}}" in self.template.replace("{{", "").replace("}}", "")
+
+    def filled(self, name: str, row: dict[str, Any]) -> str:
+        """A text of the attack, `template` or `prefill`, with the values of a row in the place of its columns."""
+        known = {column: value for column, value in row.items() if value is not None}
+        try:
+            return (getattr(self, name) or "").format_map(known)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`{name}` of the attack '{self.name}' cannot be filled ({error!r}); columns of the row with a value are {', '.join(known)}. "
+                "Write a brace of the text itself twice, `{{` or `}}`."
+            ) from error
 
 
 def load_attacks(path: str | Path) -> list[Attack]:
@@ -80,11 +97,9 @@ def load_attacks(path: str | Path) -> list[Attack]:
     attacks = []
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`; give a JSONL file of attacks.")
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, row in read_json_lines(Path(path)):
         try:
-            attacks.append(Attack(**json.loads(line)))
+            attacks.append(Attack(**row))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"Line {number} of `{path}` is no attack ({error}); write an object with `name` and `template` or `prefill`."
@@ -140,10 +155,8 @@ class OnBehavior:
     A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning.
 
     Args:
-        reward (`str` or `Callable`):
-            Path or Hub id of a reward model, or a reward function.
-        chat_template_kwargs (`dict`, *optional*):
-            Variables for the chat template of a reward model.
+        reward (`str` or `Callable`): Path or Hub id of a reward model, or a reward function.
+        chat_template_kwargs (`dict`, *optional*): Variables for the chat template of a reward model.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with a reward model.
     """
@@ -178,7 +191,7 @@ def attempts(
     The prompts of an attack, with the columns `behavior` and `prefill`, and the number of completions to draw of each.
 
     Raises:
-        `ValueError`: If `prefill` names a column that is missing, or a behaviour does not end with a user's message.
+        `ValueError`: If a text names a column that is missing, or a behaviour does not end with a user's message.
     """
     taken = {"behavior", "prefill"} & {*behaviors.column_names}
     if taken:
@@ -187,29 +200,23 @@ def attempts(
     rng = random.Random(f"{attack.name} {settings.seed}")
     rows = []
     for row in behaviors:
+        prefill = attack.filled("prefill", row)
+
+        def asked(text: str, row: dict[str, Any] = row) -> str:
+            if attack.asks_for(CONTEXT):  # and puts it where it belongs
+                text = text.removeprefix(in_context("", row.get(CONTEXT)))
+            return attack.filled("template", row | {"prompt": augmented(text, rng) if attack.augment else text})
+
         for _ in range(variants):
-            prefill = _prefill(attack, row)
-            asked = _asked(
-                row["prompt"],
-                lambda text: attack.template.replace("{prompt}", augmented(text, rng) if attack.augment else text),
-            )
+            prompt = _changed(row["prompt"], asked)
             if attack.prefill is not None:
-                asked = _as_text(asked, tokenizer, settings) + prefill
-            rows.append(row | {"prompt": asked, "behavior": row["prompt"], "prefill": prefill})
-    return Dataset.from_list(rows), settings.num_samples // variants
+                prompt = _as_text(prompt, tokenizer, settings) + prefill
+            rows.append(row | {"prompt": prompt, "behavior": row["prompt"], "prefill": prefill})
+    return from_columns(columns_of(rows)), settings.num_samples // variants
 
 
-def _prefill(attack: Attack, row: dict[str, Any]) -> str:
-    try:
-        known = {name: value for name, value in row.items() if value is not None}
-        return "" if attack.prefill is None else attack.prefill.format_map(known)
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`prefill` of the attack '{attack.name}' cannot be filled ({error!r}); columns of the row with a value are {', '.join(known)}."
-        ) from error
-
-
-def _asked(prompt: Any, change: Callable[[str], str]) -> Any:
+def _changed(prompt: Any, change: Callable[[str], str]) -> Any:
+    """A prompt with its text, or that of its last message, changed."""
     if isinstance(prompt, str):
         return change(prompt)
     if prompt[-1]["role"] != "user":
@@ -278,20 +285,16 @@ def run_attacks(
     Draws N answers to each behaviour under each attack and scores them, in a folder an attack. Called again after a kill, it continues.
 
     Args:
-        output_dir (`str` or `Path`):
-            Folder to write to.
-        model (`str`):
-            Path or Hub id of the model.
+        output_dir (`str` or `Path`): Folder to write to.
+        model (`str`): Path or Hub id of the model.
         behaviors ([`~datasets.Dataset`]):
             Rows with a `"prompt"`, what is asked for.
-        attacks (`Sequence[Attack]`):
-            Attacks.
+        attacks (`Sequence[Attack]`): Attacks.
         reward (`str` or `Callable`):
             Judge: the path or Hub id of a reward model, or a reward function; it scores the whole answer as one to the behaviour itself.
         settings ([`SamplingSettings`], *optional*):
             Settings; `num_samples` is N.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with models.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with models.
 
     Returns:
         `dict[str, SampleSet]`: The samples by the attack's name; the column `"reward"` of each can be reshaped to (P, N).
@@ -322,14 +325,10 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
     successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
 
     Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Scores of the attempts.
-        threshold (`float`):
-            Score under which an attempt succeeded.
-        k (`int`):
-            Number of attempts, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
+        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
+        threshold (`float`): Score under which an attempt succeeded.
+        k (`int`): Number of attempts, from 1 to N.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
 
     Returns:
         [`~trl_repulse.evaluation.tails.Estimate`]: a share; `samples` are the successes.
@@ -374,14 +373,10 @@ def attack_report(
     Attack success rates by attack, and the number of behaviours that any attempt of any attack broke.
 
     Args:
-        rewards (`dict[str, numpy.ndarray]`):
-            Scores of the attempts of shape (P, N), by the attack's name.
-        threshold (`float`):
-            Score under which an attempt succeeded.
-        ks (`Sequence[int]`, *optional*, defaults to `(1,)`):
-            Numbers of attempts; an attack with fewer has no rate.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
+        rewards (`dict[str, numpy.ndarray]`): Scores of the attempts of shape (P, N), by the attack's name.
+        threshold (`float`): Score under which an attempt succeeded.
+        ks (`Sequence[int]`, *optional*, defaults to `(1,)`): Numbers of attempts; an attack with fewer has no rate.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
         others (`dict[str, numpy.ndarray]`, *optional*):
             Scores of attacks on other behaviours, as those of GCG, which do not count for any attack.
 
@@ -432,23 +427,21 @@ def export_attempts(
     Writes attempts for other tools, with prompts as the model read them and whole answers.
 
     Args:
-        path (`Path`):
-            JSON file.
+        path (`Path`): JSON file.
         attacks (`Sequence[Attack]`), samples (`dict[str, SampleSet]`):
             What [`run_attacks`] was given, and what it returned.
-        num_samples (`int`):
-            N.
-        threshold (`float`):
-            Score under which an attempt succeeded.
+        num_samples (`int`): N.
+        threshold (`float`): Score under which an attempt succeeded.
         behaviors ([`~datasets.Dataset`]):
             The behaviours; their columns name them.
         layout (`str`):
             `"jailbreakbench"`, by attack a list of jailbreaks as in its artifacts: the first success for each behaviour, or the
-            first attempt. `"harmbench"`, by attack and `BehaviorID` (or row, if these are missing or repeated) all test cases with generations and labels.
+            first attempt, with its `Index`. `"harmbench"`, by attack and `BehaviorID` all test cases with generations and labels. If
+            these are missing or repeated, the row's number from 0 is in their place.
     """
     cases = {}
     for attack in attacks:
-        begins = [_prefill(attack, row) for row in behaviors for _ in range(num_samples)]
+        begins = [attack.filled("prefill", row) for row in behaviors for _ in range(num_samples)]
         columns = [samples[attack.name].table[key].to_pylist() for key in ("prompt", "completion", "reward")]
         found = [
             _case(prompt.removesuffix(begin), begin + answer, score, threshold)
@@ -475,7 +468,7 @@ def export_gcg(path: Path, records: Sequence[dict[str, Any]], threshold: float, 
         ]
         for record, after in done
     ]
-    _export(path, {"GCG": cases}, {record["row"] - 1: {"prompt": record["goal"]} for record, _ in done}, layout)
+    _export(path, {"GCG": cases}, {each["row"] - 1: each | {"prompt": each["goal"]} for each, _ in done}, layout)
 
 
 def _case(prompt: str, response: str, score: float | None, threshold: float) -> dict[str, Any]:
@@ -483,13 +476,16 @@ def _case(prompt: str, response: str, score: float | None, threshold: float) -> 
 
 
 def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int, dict], layout: str) -> None:
-    """Writes cases by attack and behaviour, of which `behaviors` has the rows."""
-    ids = [str(row.get("BehaviorID", i)) for i, row in behaviors.items()]
-    ids = ids if len({*ids}) == len(ids) else list(map(str, behaviors))
+    """Writes cases by attack and behaviour, of which `behaviors` has the rows by their number."""
+    column = "Index" if layout == "jailbreakbench" else "BehaviorID"
+    ids = [str(row.get(column)).strip() for row in behaviors.values()]
+    unknown = {"", "None"} & {*ids} or (column == "Index" and not all(map(str.isdecimal, ids)))
+    if unknown or len({*ids}) < len(ids):
+        ids = list(map(str, behaviors))
     written: dict[str, Any] = {}
     for name, by_row in cases.items():
         if layout == "jailbreakbench":
-            written[name] = {"jailbreaks": list(map(_jailbreak, behaviors, behaviors.values(), by_row))}
+            written[name] = {"jailbreaks": list(map(_jailbreak, ids, behaviors.values(), by_row))}
         else:
             written[name] = {
                 behavior: [
@@ -502,9 +498,9 @@ def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int,
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def _jailbreak(index: int, behavior: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _jailbreak(index: str, behavior: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
     first = next((number for number, case in enumerate(cases) if case["jailbroken"]), None)
     goal = behavior["prompt"] if isinstance(behavior["prompt"], str) else behavior["prompt"][-1]["content"]
-    named = {key.lower(): behavior[key] for key in ("Behavior", "Category") if key in behavior}
+    named = {key.lower(): behavior[key] for key in LABELS[2:] if key in behavior}
     queries = {"number_of_queries": len(cases), "queries_to_jailbreak": None if first is None else first + 1}
-    return {"index": index, "goal": goal, **named, **cases[first or 0], **queries}
+    return {"index": int(index), "goal": goal, **named, **cases[first or 0], **queries}

@@ -5,6 +5,7 @@ Needs `pip install trl-repulse[inspect]`. Inspect finds the names here by itself
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from inspect_ai import Epochs, Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.log import EvalLog, read_eval_log
 from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from transformers import GenerationConfig
 
+from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
 from ..generation._batches import end_tokens
 from ..rewards.loading import load_reward
@@ -41,10 +44,21 @@ def _rewards(scores: list[SampleScore], pooled: bool = True) -> np.ndarray:
     return np.array([row[:shortest] for row in rows.values()])
 
 
-def _with_interval(name: str, estimate: tails.Estimate) -> Value:
-    """An estimate as Inspect writes it: an end that the samples give no bound for is missing."""
-    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+def _metric(
+    name: str, estimate: Callable[[np.ndarray], tails.Estimate], pooled: bool = True, least: int = 1
+) -> Metric:
+    """A metric of an estimate that needs so many samples of a prompt; refuses its arguments before anything is drawn."""
+    estimate(np.zeros((1, max(least, 1))))
+
+    def compute(scores: list[SampleScore]) -> Value:
+        rewards = _rewards(scores, pooled)
+        if not pooled and least > rewards.shape[1]:
+            return {}
+        found = estimate(rewards)  # an end that the samples give no bound for is missing
+        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
+        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+
+    return compute
 
 
 @metric(scores="unreduced")
@@ -56,14 +70,7 @@ def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
         threshold (`float`): Reward under which an output is bad.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
     """
-    tails.prob_below(
-        np.zeros((1, 1)), threshold, confidence
-    )  # refuses arguments out of range before anything is drawn
-
-    def compute(scores: list[SampleScore]) -> Value:
-        return _with_interval("prob_bad", tails.prob_below(_rewards(scores), threshold, confidence))
-
-    return compute
+    return _metric("prob_bad", lambda rewards: tails.prob_below(rewards, threshold, confidence))
 
 
 @metric(scores="unreduced")
@@ -75,12 +82,7 @@ def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
         level (`float`, *optional*, defaults to `0.01`): Share of the samples.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
     """
-    tails.cvar(np.zeros((1, 1)), level, confidence)  # refuses arguments out of range before anything is drawn
-
-    def compute(scores: list[SampleScore]) -> Value:
-        return _with_interval("cvar", tails.cvar(_rewards(scores), level, confidence))
-
-    return compute
+    return _metric("cvar", lambda rewards: tails.cvar(rewards, level, confidence))
 
 
 @metric(scores="unreduced")
@@ -92,12 +94,7 @@ def worst_of(k: int, confidence: float = 0.95) -> Metric:
         k (`int`): Number of completions, at most that of epochs.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
     """
-
-    def compute(scores: list[SampleScore]) -> Value:
-        rewards = _rewards(scores, pooled=False)
-        return _with_interval("worst_of", tails.worst_of(rewards, k, confidence)) if k <= rewards.shape[1] else {}
-
-    return compute
+    return _metric("worst_of", lambda rewards: tails.worst_of(rewards, k, confidence), pooled=False, least=k)
 
 
 @scorer(metrics=[cvar()])
@@ -136,11 +133,8 @@ def reward(
 
 def _prompt(state: TaskState) -> str | list[dict[str, Any]]:
     """The prompt as rewards take it: plain text, or messages where the dataset had messages."""
-    return state.input if isinstance(state.input, str) else [_message(each) for each in state.input]
-
-
-def _message(message: Any) -> dict[str, str]:
-    return {"role": message.role, "content": message.text}
+    given = state.input
+    return given if isinstance(given, str) else [{"role": each.role, "content": each.text} for each in given]
 
 
 @solver
@@ -151,7 +145,7 @@ def as_trained() -> Solver:
     Its own generation defaults, such as a repetition penalty, have no effect, and completions end at the tokenizer's end token too.
 
     Raises:
-        `ValueError`: If Inspect gives the model other tokens than training does.
+        `ValueError`: If Inspect gives the model other tokens than training does, or the prompt leaves no room for a completion.
     """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -162,6 +156,8 @@ def as_trained() -> Solver:
         text = api.hf_chat(state.messages, [])
         given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
         (own,) = prompt_tokens(tokenizer, [_prompt(state)])
+        length = get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
+        check_prompt_lengths([own], [_prompt(state)], api.model.config, length)
         if list(given) != list(own):
             raise ValueError(
                 f"Inspect gives the model {text!r}, which is not what training gives it. For prompts of plain text pass "
@@ -196,16 +192,12 @@ def tail(
     Args:
         prompts, split, prompt_column:
             Prompts, as for [`~trl_repulse.data.load_prompts`].
-        threshold (`float`):
-            Reward under which an output is bad.
+        threshold (`float`): Reward under which an output is bad.
         reward_model_path, reward_type, reward_kwargs, trust_remote_code:
             As for [`reward`].
-        num_samples (`int`, *optional*, defaults to `16`):
-            Completions of each prompt: Inspect's epochs.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Tokens of a completion.
-        level (`float`, *optional*, defaults to `0.01`):
-            Level of the CVaR.
+        num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt: Inspect's epochs.
+        max_completion_length (`int`, *optional*, defaults to `256`): Tokens of a completion.
+        level (`float`, *optional*, defaults to `0.01`): Level of the CVaR.
     """
     rows: Any = load_prompts(prompts, split, column=prompt_column)
     samples = [_sample(number, dict(row)) for number, row in enumerate(rows)]
@@ -239,8 +231,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     Reads the completions and scores of an Inspect log as held-out samples, for [`~trl_repulse.evaluation.report.tail_report`].
 
     Args:
-        path (`str` or `Path`):
-            A finished `.eval` log.
+        path (`str` or `Path`): A finished `.eval` log.
         scorer_name (`str`, *optional*):
             The scorer whose values are the column `"reward"`; only needed if several give numbers.
 
@@ -261,6 +252,12 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     rows: dict[Any, list[Any]] = {}
     for each in samples:
         rows.setdefault(each.id, []).append(each)
+    failed = [f"sample {each.id}, epoch {each.epoch}: {each.error.message}" for each in samples if each.error]
+    if failed:
+        shown = " ".join("; ".join(failed[:3]).split())
+        raise ValueError(
+            f"`{path}` has {len(failed)} failed samples ({shown}); correct the cause, and run `inspect eval-retry`."
+        )
     if log.status != "success" or any(len(row) != epochs for row in rows.values()) or not rows:
         raise ValueError(
             f"`{path}` has the status '{log.status}' and {len(samples)} samples; finish it with `inspect eval-retry`."
@@ -268,7 +265,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     ordered = [each for row in rows.values() for each in row]
     names = [name for name in (ordered[0].scores or {}) if all(_number(each, name) is not None for each in ordered)]
     if scorer_name not in (*names, None) or len(names) != 1 and scorer_name is None:
-        found = ", ".join(f"'{name}'" for name in names) or "none"
+        found = ", ".join(f"'{name}'" for name in names) or _without_number(ordered)
         raise ValueError(f"`{path}` needs one scorer that gives every sample a number; `scorer_name` can be: {found}.")
     table = pa.table(
         {
@@ -284,7 +281,9 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         }
     )
     evaluated = log.eval
-    inputs = [_texts(row[0].input) for row in rows.values()]
+    inputs = [row[0].input for row in rows.values()]
+    # Without the random ids of messages
+    inputs = [each if isinstance(each, str) else [[part.role, part.text] for part in each] for each in inputs]
     drawn = log.plan.config.model_dump(exclude_none=True) | evaluated.model_generate_config.model_dump(
         exclude_none=True
     )
@@ -300,9 +299,11 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     return SampleSet(path, header, table)
 
 
-def _texts(prompt: Any) -> Any:
-    """A prompt without the random ids of its messages."""
-    return prompt if isinstance(prompt, str) else [[each.role, each.text] for each in prompt]
+def _without_number(samples: list[Any]) -> str:
+    """What each scorer lacks."""
+    lacking = {name: next(each for each in samples if _number(each, name) is None) for name in samples[0].scores or {}}
+    shown = (f"'{name}' gives none to sample {each.id}, epoch {each.epoch}" for name, each in lacking.items())
+    return "; ".join(["none", *shown])
 
 
 def _number(sample: Any, name: str) -> float | None:

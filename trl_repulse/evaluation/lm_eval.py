@@ -4,22 +4,30 @@ Tails of rewards in the [LM Evaluation Harness](https://github.com/EleutherAI/lm
 Needs `pip install trl-repulse[lm-eval]`.
 """
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lm_eval.api.filter import Filter
+from lm_eval.api.model import LM, CachingLM
 from lm_eval.api.registry import register_filter
 from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+from transformers import GenerationConfig
 
+from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, process_state
+from ._generation import as_function, process_state, prompt_tokens
+from .records import digest
 
 
-# Of the model's own generation defaults those are put aside that the harness's models know by these names
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "until": []}
+# Generation defaults that the harness sets itself, or that change no distribution
+_KEPT = "bos_token_id eos_token_id pad_token_id max_length use_cache transformers_version _from_model_config".split()
 
 
 @register_filter("trl_repulse_reward")
@@ -28,8 +36,7 @@ class RewardFilter(Filter):
     Turns all completions of each prompt into their rewards.
 
     Args:
-        reward (`Callable`):
-            Reward function, as TRL's trainers take it.
+        reward (`Callable`): Reward function, as TRL's trainers take it.
     """
 
     def __init__(self, reward: Callable[..., list[float | None]], **kwargs: Any):
@@ -57,14 +64,54 @@ class RewardFilter(Filter):
 
 
 class TailTask(ConfigurableTask):
-    """The task of [`tail_task`]; it refuses to evaluate prompts otherwise than they are written."""
+    """The task of [`tail_task`]; it refuses to evaluate prompts otherwise than they are written, and samples otherwise than in training."""
 
     def build_all_requests(self, *args: Any, apply_chat_template: bool = False, **kwargs: Any) -> None:
         messages = not isinstance(self.dataset["test"][0]["prompt"], str)
         if messages != bool(apply_chat_template):
             found = "messages of a user; pass" if messages else "plain text; leave out"
             raise ValueError(f"The prompts are {found} `apply_chat_template=True`.")
+        # The harness would give the requests of any task of this name, from its cache
+        kwargs["cache_requests"] = False
         super().build_all_requests(*args, apply_chat_template=apply_chat_template, **kwargs)
+        lm = _model_of_the_harness()
+        if isinstance(lm, HFLM):
+            self._as_trained(lm)
+
+    def _as_trained(self, lm: HFLM) -> None:
+        """Makes requests put the model's own generation defaults aside. Refuses prompts that the model would not read as in training."""
+        prompts = [request.doc["prompt"] for request in self.instances]
+        texts, length = [request.args[0] for request in self.instances], self.config.generation_kwargs["max_gen_toks"]
+        tokens = prompt_tokens(lm.tokenizer, prompts)
+        for text, own in zip(texts, tokens, strict=True):
+            (given,) = lm.tok_batch_encode([text])[0].tolist()
+            if given != own:
+                raise ValueError(
+                    f"The harness gives the model {text!r} as {given}, and training gives it {own}; leave out "
+                    "`system_instruction` and `num_fewshot`, or if the first token differs, set the model's argument `add_bos_token`."
+                )
+        check_prompt_lengths(tokens, prompts, lm.config, length, lm.max_length, "the harness's `max_length`")
+        defaults = lm.model.generation_config.to_dict()
+        if defaults.get("max_new_tokens"):
+            raise ValueError(
+                f"The model's generation defaults have `max_new_tokens={defaults['max_new_tokens']}`, which the harness does not put aside; "
+                "take it out of `generation_config.json`."
+            )
+        changed = [name for name in GenerationConfig().to_dict() if defaults.get(name) and name not in _KEPT]
+        for request in self.instances:
+            for name in changed:
+                request.args[1].setdefault(name, 1 if name.startswith("num_") else None)
+
+
+def _model_of_the_harness() -> LM | None:
+    """The model that the harness evaluates. It tells no task (0.4.13), so that its frame is read."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        lm = frame.f_locals.get("lm")
+        if isinstance(lm, LM | CachingLM):
+            return lm.lm if isinstance(lm, CachingLM) else lm
+        frame = frame.f_back
+    return None
 
 
 def tail_task(
@@ -86,26 +133,17 @@ def tail_task(
     Its metrics are `prob_bad`, P(reward < `threshold`), `cvar`, and the ends of their 95 % intervals.
 
     Args:
-        prompts, split, prompt_column:
+        prompts (`str`):
             Prompts, as for [`~trl_repulse.data.load_prompts`]: plain text or, with `apply_chat_template=True`, one message of a user.
-        threshold (`float`):
-            Reward under which an output is bad.
-        reward_model_path, reward_type, reward_kwargs:
-            The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
-        num_samples (`int`, *optional*, defaults to `16`):
-            Completions of each prompt.
-        max_completion_length (`int`, *optional*, defaults to `256`):
-            Tokens of a completion.
-        level (`float`, *optional*, defaults to `0.01`):
-            Level of the CVaR.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with the reward model.
+        threshold, reward_model_path, reward_type, reward_kwargs, num_samples, max_completion_length, split, prompt_column, level, trust_remote_code:
+            As for [`~trl_repulse.evaluation.inspect.tail`].
 
     Returns:
-        [`TailTask`]: for the `tasks` of `lm_eval.simple_evaluate`.
+        [`TailTask`]: for the `tasks` of `lm_eval.simple_evaluate`. Its `task_name` has the name of the prompts and depends on all arguments.
 
     Raises:
-        `ValueError`: If prompts or reward cannot be loaded, or a prompt has several messages.
+        `ValueError`: If prompts or reward cannot be loaded, or a prompt has several messages. During the evaluation by a model `hf`: if
+            prompts leave no room for a completion, would be read otherwise than in training, or a generation default cannot be put aside.
 
     Example:
 
@@ -117,6 +155,7 @@ def tail_task(
     >>> lm_eval.simple_evaluate("hf", {"pretrained": "out"}, tasks=[task])["results"]
     ```
     """
+    name = f"trl_repulse_tail_{Path(prompts).stem}_{digest(list(locals().items()))[:8]}"
     dataset: Any = load_prompts(prompts, split, column=prompt_column)
     for number, prompt in enumerate(dataset["prompt"]):
         if not isinstance(prompt, str) and [each["role"] for each in prompt] != ["user"]:
@@ -138,7 +177,7 @@ def tail_task(
     }
     return TailTask(
         config={
-            "task": "trl_repulse_tail",
+            "task": name,
             "custom_dataset": lambda **_: {"test": dataset},
             "test_split": "test",
             "doc_to_text": lambda doc: (

@@ -121,8 +121,8 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     """
     one, other = dict(_flat(one)), dict(_flat(other))
     hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
-    labels = {parent + label for parent in hashed for label in ("name", "revision", "base")}
-    for name in sorted({*one, *other} - {"hash", "settings.revision", *labels, *ignored}):
+    labels = {parent + label for parent in hashed for label in ("name", "revision", "base", "dtype")}
+    for name in sorted({*one, *other} - {"hash", "settings.revision", "prompts.name", *labels, *ignored}):
         in_both = name in one and name in other
         if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
             continue  # a template with a fixed date has no rendering
@@ -213,6 +213,20 @@ class SampleSet:
     def prompts(self) -> list[str]:
         """The P prompts, as text."""
         return self.table["prompt"].to_pylist()[:: self.num_samples]
+
+    @property
+    def conditions(self) -> str:
+        """A sentence of Markdown that says how the samples were drawn and scored."""
+        prompts, settings = self.header["prompts"].get("name"), self.header["settings"]
+        facts = {
+            "prompts": prompts and f"`{prompts}`",
+            "precision": self.header["model"].get("dtype"),
+            "temperature": "1 from all tokens",
+            "tokens of a completion": settings.get("max_completion_length"),
+            "seed": settings.get("seed"),
+            "judge": " and ".join(f"`{name}`" for name in self.header["rewards"]),
+        }
+        return f"Conditions: {', '.join(f'{name} {fact}' for name, fact in facts.items() if fact is not None)}."
 
     def column(self, name: str = "reward") -> np.ndarray:
         """

@@ -70,7 +70,8 @@ class TailReport:
     def to_markdown(self, per_prompt: bool = False) -> str:
         """The report as Markdown tables, with one for each prompt if `per_prompt`."""
         models = "" if self.seeds == 1 else f" by each of {self.seeds} models"
-        lines = [f"`{self.column}`: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
+        column = with_unit(f"mean {self.column}").removeprefix("mean ").replace(self.column, f"`{self.column}`", 1)
+        lines = [f"{column}: {self.samples:,} completions of each of {self.prompts:,} prompts{models}"]
         lines += [f"Intervals are for {self.scope}.", "", *_markdown_table(self.overall, self.confidence)]
         if self.one_sided:
             lines += [
@@ -98,11 +99,17 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, estimate in estimates.items():
-        ends = ("none" if math.isinf(end) else plain(end) for end in (estimate.low, estimate.high))
         rows.append(
-            f"| {with_unit(name)} | {plain(estimate.value)} | {' to '.join(ends)} | {estimate.samples:,.10g} samples |"
+            f"| {with_unit(name)} | {plain(estimate.value)} | {_interval(estimate)} | {estimate.samples:,.10g} samples |"
         )
     return rows
+
+
+def _interval(estimate: Estimate) -> str:
+    low, high = estimate.low, estimate.high
+    if math.isinf(low):
+        return "no interval" if math.isinf(high) else f"at most {plain(high)}"
+    return f"at least {plain(low)}" if math.isinf(high) else f"{plain(low)} to {plain(high)}"
 
 
 def tail_report(
@@ -152,8 +159,9 @@ def tail_report(
     others = {}
     for name in MEANS:
         with suppress(ValueError):  # the column is missing, or incomplete
-            if name != column:
-                others[name] = np.stack([each.column(name) for each in sets])
+            array = np.stack([each.column(name) for each in sets])
+            if not np.array_equal(array, values):  # as the return without a KL
+                others[name] = array
     options = (thresholds, levels, quantiles, confidence)
     per_prompt = {}
     if len(sets) == 1 and len(values[0]) > 1:

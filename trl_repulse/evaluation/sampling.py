@@ -228,10 +228,11 @@ def sample_completions(
         check_reference(reference_name, reference, model, tokenizer, prompt_ids, trust_remote_code)
     end = sorted(end_tokens(model, tokenizer))
     header = {
-        "model": identify_model(model, name),
+        "model": identify_model(model, name) | {"dtype": str(model.dtype).removeprefix("torch.")},
         "reference": None if reference is None else identify_model(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {
+            "name": dataset.info.dataset_name,  # that of `load_prompts`
             "count": len(dataset),
             "sha256": records.digest(list(dataset)),
             "token_ids_sha256": records.digest(prompt_ids),  # depend on tokenizer and chat template too

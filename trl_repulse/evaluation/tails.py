@@ -127,12 +127,9 @@ def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
     of [`mean`] for its jackknife pseudo-values. With fewer than 2·k completions of a prompt there is none.
 
     Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`):
-            Rewards.
-        k (`int`):
-            Number of completions, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage.
+        rewards (`numpy.ndarray` of shape `(P, N)`): Rewards.
+        k (`int`): Number of completions, from 1 to N.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
 
     Returns:
         [`Estimate`]: a reward; `samples` are all.

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from glob import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -69,6 +69,10 @@ REFUSALS = (
 )  # fmt: skip
 
 
+# Columns of JailbreakBench and HarmBench that name a behaviour
+LABELS = ("Index", "BehaviorID", "Behavior", "Category")
+
+
 @dataclass(frozen=True)
 class TableRow:
     """A target of the table, with the reason if it cannot be attacked."""
@@ -77,6 +81,7 @@ class TableRow:
     goal: str  # empty in the scenario "strings"
     target: str
     fault: str | None = None
+    labels: dict[str, Any] = field(default_factory=dict)  # what the table says of it in columns of `LABELS`
 
 
 class RewardJudge:
@@ -320,7 +325,8 @@ def load_table(
         empty = [name for name, text in texts.items() if not isinstance(text, str) or text.strip().lower() in _EMPTY]
         texts = {name: "" if name in empty else text for name, text in texts.items()}
         fault = f"no {' and no '.join(empty)}" if empty else None
-        table.append(TableRow(number, texts.get("goal", ""), texts["target"], fault))
+        labels = {name: row[name] for name in LABELS if name in row}
+        table.append(TableRow(number, texts.get("goal", ""), texts["target"], fault, labels))
     bad = [row for row in table if row.fault is not None]
     if bad and on_bad_row == "error":
         shown = ", ".join(f"{row.number} ({row.fault})" for row in bad[:10]) + (", ..." if len(bad) > 10 else "")
@@ -379,6 +385,7 @@ def make_header(
 def _evaluate(attack: GCG, judge: Judge, row: TableRow) -> dict[str, Any]:
     """One target's line."""
     record: dict[str, Any] = {"row": row.number, "status": "skipped", "goal": row.goal, "target": row.target}
+    record |= row.labels
     if row.fault is not None:
         return record | {"reason": row.fault}
     try:
