@@ -172,7 +172,6 @@ def test_contradictory_labels(tmp_path, capsys):
         (["new.txt", "--draw", "40", "--threshold", "-1"], "must end with .csv"),
         (["new.csv", "--draw", "40", "--threshold", "-1", "--column", "kl"], "no column of numbers `kl`"),
         (["labels.csv", "--draw", "40", "--threshold", "-1"], "exists, and may hold labels"),
-        (["labels.csv", "--threshold", "-1"], "`--threshold` is in the file of labels"),
         (["new.csv"], "There is no file `"),
         ([], "Name either a file of LABELS"),
         (["--sensitivity", "1", "2", "--threshold", "-1"], "belong together"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
+from ._fields import SHARED, add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
 
 
 FIGURES = (".png", ".pdf", ".svg")
@@ -28,11 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
     "revision": {"help": "branch, tag or commit of the model on the Hub"},
     "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
-    "chat_template_kwargs": {
-        "metavar": "JSON",
-        "type": parse_object,
-        "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
-    },
+    "chat_template_kwargs": SHARED["chat_template_kwargs"],
 }
 
 
@@ -72,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument("--levels", type=float, nargs="+", default=[], help="levels of CVaR, such as 0.01")
     reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
     reading.add_argument("--column", default="reward", help="column to read (reward)")
-    reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    add_options(reading, "confidence", "output")
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
@@ -82,9 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="labelled completions (see `audit`), for P(truly bad); of one model",
-    )
-    reading.add_argument(
-        "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
     )
     reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"

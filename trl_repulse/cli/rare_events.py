@@ -13,7 +13,10 @@ from ._fields import add_options, add_prompts, add_reward, check_output, named_p
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     models = parser.add_argument_group("models")
-    models.add_argument("policy", metavar="POLICY", help="path or Hub id of the model, full weights or an adapter")
+    models.add_argument(
+        "policy", metavar="POLICY", nargs="?", help="path or Hub id of the model, full weights or an adapter"
+    )
+    models.add_argument("--model", help="the same, as in the file of a training command; POLICY wins over it")
     models.add_argument(
         "--reference",
         metavar="MODEL",
@@ -57,15 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="completions to extrapolate the lowest reward to",
     )
-    estimates.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    add_options(estimates, "confidence", "output")
     estimates.add_argument(
         "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
     )
     estimates.add_argument(
         "--labels", metavar="FILE", type=Path, help="labelled completions of these very draws, for P(truly bad)"
-    )
-    estimates.add_argument(
-        "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
     )
     parser.set_defaults(run=run)
 
@@ -98,6 +98,10 @@ def _check(args: argparse.Namespace) -> None:
     from ..evaluation.tails import check_share
     from ..math.token_effects import TILTS
 
+    args.policy = args.policy or args.model
+    del args.model
+    if args.policy is None:
+        raise ValueError("No model is named; give a POLICY, or `--model_name_or_path`.")
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
     for name in args.proposal:
