@@ -1,6 +1,8 @@
 """One vocabulary: arguments have training's names in all commands, and commands take what they need from a training command's file."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -120,3 +122,27 @@ def test_a_wrong_flag_is_refused_before_the_file_needs_trl(config, capsys, monke
 def test_a_command_without_such_arguments_takes_no_file_of_training(config, capsys):
     assert main(["merge", *config()]) == 1
     assert "`repulse.yaml` has `bad_reward_threshold`, which is no argument" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "rare-events a --prompts b --max_completion_length 3 --threshold 1 --num_samples 48",
+            "`num_samples=48` is too low",
+        ),
+        ("rare-events a --prompts b --max_completion_length 3 --threshold nan", "`--threshold nan` must be a number"),
+        ("evaluate s --model a --prompts b --num_samples 0", "`num_samples=0` must be at least 1"),
+        ("evaluate s --thresholds 1 --confidence 3", "`confidence=3.0` must be between 0 and 1"),
+        ("suggest --model a --prompts b --num_samples 10", "`num_samples=10` is too few"),
+        ("suggest --model a --prompts b --minutes 3 --max_steps 3", "`--minutes` decides `max_steps`"),
+        ("audit s l.csv --draw 3", "`--threshold` is needed"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path, command, message):
+    code = "import sys; from trl_repulse.cli.main import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert message in done.stderr and done.stdout.split() == ["1", "False"]

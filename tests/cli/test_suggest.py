@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.worlds import two_tokens
 from trl_repulse import embedded
@@ -28,9 +28,11 @@ from trl_repulse.cli.suggest import (
     DrawnSamples,
     Measured,
     Updates,
+    _gain,
     plan,
     suggest_settings,
 )
+from trl_repulse.generation._samplers import POLICY
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import build_tokenizer as build_reward_tokenizer
@@ -240,10 +242,59 @@ def test_a_budget_for_no_update_says_what_would_do():
         planned(minutes=0.01)
 
 
-@pytest.mark.parametrize(("gain", "says"), [(None, False), (1.4, False), (1.0, True), (0.6, True)])
+@pytest.mark.parametrize(
+    ("gain", "says"), [(None, False), ((1.4, 0.1), False), ((0.95, 0.2), False), ((0.95, 0.03), True)]
+)
 def test_extra_samples_that_gain_nothing_are_advised_against(gain, says):
     found = suggest(replace(measured(), gain=gain))
     assert any(text.startswith("Use REINFORCE (`trl-repulse reinforce`") for text in found.warnings) is says
+
+
+class FakePolicy:
+    """One token a completion, as of a policy p (V,), whose lowest rewards have the first tokens; extra samples are of q (V,)."""
+
+    def __init__(self, p, q, rewards):
+        self.p, self.q, self.of_token = np.array(p), np.array(q), np.array(rewards)
+        self.args = suggest_command.argparse.Namespace(seed=0, bad_reward_threshold=-1.0)
+        self.model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
+        )
+
+    def draw(self, places, seed, sampler):
+        of = self.p if sampler is POLICY else self.q
+        drawn = np.random.default_rng(seed).choice(len(of), len(places), p=of)
+        return [[int(token)] for token in drawn], [""] * len(places), self.of_token[drawn]
+
+    def log_p(self, places, tokens, sampler):
+        changed = sampler.bias is not None or sampler.temperature != 1
+        return np.log((self.q if changed else self.p)[[token for (token,) in tokens]])
+
+
+def test_the_gain_is_that_of_the_mixture():
+    """By enumeration: P(bad) over the sum of p²/m over bad outputs. Samplers that find bad outputs gain, others do not."""
+    p, rewards = [0.01, 0.01, 0.03, 0.95], [-2.0, -3.0, 0.0, 1.0]
+    for q, advised in (
+        ([0.25, 0.15, 0.1, 0.5], False),
+        ([0.001, 0.003, 0.046, 0.95], True),
+        ([0.0, 0.1, 0.1, 0.8], None),
+    ):
+        q = np.maximum(q, 1e-9)
+        gains = []
+        for seed in range(8):
+            policy = FakePolicy(p, q / q.sum(), rewards)
+            policy.args.seed = 10 * seed
+            places = list(range(3000))
+            tokens, _, drawn = policy.draw(places, 1000 + seed, POLICY)
+            gains.append(_gain(policy, places, tokens, drawn))
+        bad = np.array(p[:2])
+        exact = bad.sum() / (bad * 2 * bad / (bad + policy.q[:2])).sum()
+        found = np.array(gains)
+        assert found[:, 0].mean() == pytest.approx(exact, rel=0.1)
+        assert found[:, 0].std() < 2 * found[:, 1].mean()
+        if advised is not None:
+            assert all((gain + error < 1) is advised for gain, error in gains)
+    policy = FakePolicy([0.001, 0.0, 0.0, 0.999], p, rewards)
+    assert _gain(policy, [0] * 50, [[3]] * 50, np.array([1.0, 0.5] * 25)) is None  # too few to tell
 
 
 # Rewards that training cannot use
@@ -434,7 +485,16 @@ def length(completions, **kwargs):
 def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
     (tmp_path / "mine.py").write_text(REWARDS)
     arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
-    arguments += ["--max_completion_length", "2", "--num_samples", "50", "--output", "repulse.yaml", "--max_steps", "2"]
+    arguments += [
+        "--max_completion_length",
+        "2",
+        "--num_samples",
+        "50",
+        "--output",
+        "repulse.yaml",
+        "--max_steps",
+        "2",
+    ]
     assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1] and "Traceback" not in error and not Path("repulse.yaml").exists()

@@ -33,6 +33,7 @@ TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the 
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and the fewest
 HIGH = 0.98  # quantile
+MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FINDS = 5  # bad samples from which a gain is told
 A_MEASUREMENT = 20.0  # seconds, about, of an update that is measured
 CLEARLY = 1.2  # how many times faster the other precision must be
@@ -144,7 +145,9 @@ def run(args: argparse.Namespace) -> int:
         given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
         if given.get("reward_model_path") != args.reward_model_path:
             command += " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole "
-            command += "address when you train, or put a bearer token into an environment variable and set `token_variable`."
+            command += (
+                "address when you train, or put a bearer token into an environment variable and set `token_variable`."
+            )
         head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
         text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
         write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
@@ -312,41 +315,51 @@ def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any,
     return Measured(DrawnSamples(*shaped, texts), empty, len(prompts), model.num_parameters(), seconds, gain)
 
 
-def _gain(policy: _Policy, places: list[int], tokens: list[list[int]], rewards: np.ndarray) -> float | None:
+def _gain(
+    policy: _Policy, places: list[int], tokens: list[list[int]], rewards: np.ndarray
+) -> tuple[float, float] | None:
     """
-    The gain of the extra samples that training would draw, with the better of two samplers: the second moment of an estimate of P(bad)
-    from 2n samples of the policy p, over that from n of it and n extra ones, weighed by their mixture m. From bad samples with
-    importance weights w: Σw / Σw·(p / m). `None` if too few are bad to tell.
+    The gain of the extra samples that training would draw, with the better of two samplers, and its standard error: the second moment of an
+    estimate of P(bad) from 2n samples of the policy p, over that from n of it and n extra ones, weighed by their mixture m. From bad
+    samples with importance weights w: Σw / Σw·(p / m). `None` if too few are bad to tell.
     """
     import torch
 
-    from ..evaluation.rare.mixture import MixtureSample
-    from ..evaluation.rare.pilot import raised_tokens
-    from ..evaluation.rare.sampling import Draws
     from ..generation._samplers import Sampler
+    from ..math.token_effects import TokenEffects, deviations_of, reward_scale
 
-    usable = np.flatnonzero(np.isfinite(rewards))
-    if usable.size < 2 or rewards[usable].min() == rewards[usable].max():
+    finite = rewards[np.isfinite(rewards)]
+    if finite.size < 2 or finite.min() == finite.max():
         return None  # which is refused
     threshold = policy.args.bad_reward_threshold
-    threshold = bad_threshold_for(rewards[usable]) if threshold is None else threshold
-    sample = MixtureSample(torch.tensor(rewards[usable])[None], torch.zeros(1, usable.size, 1), (usable.size,))
-    draws = Draws(sample, [], [[tokens[place] for place in usable]])
-    bias = raised_tokens(draws, policy.model.config.get_text_config().vocab_size)[1]
-    gains = []
+    threshold = bad_threshold_for(finite) if threshold is None else threshold
+    deviations = deviations_of(torch.tensor(rewards), *reward_scale(finite.tolist()))
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in tokens], batch_first=True)
+    mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in tokens])
     _say("drawing extra samples, as training would, to see whether they find bad outputs")
-    for number, sampler in enumerate((Sampler(1.3), Sampler(bias=bias))):
-        asked = places[number::4]
-        more, _, of_more = policy.draw(asked, policy.args.seed + 2 + number, sampler)
-        found = [(at, row) for at, row, r in zip(places, tokens, rewards, strict=True) if r < threshold]
-        found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if r < threshold]
-        if len(found) < FINDS:
-            continue
-        at, rows = (list(each) for each in zip(*found, strict=True))
-        ratio = np.exp(policy.log_p(at, rows, sampler) - policy.log_p(at, rows, Sampler()))  # q / p
-        share = len(places) / (len(places) + len(asked))
-        w = 1 / (share + (1 - share) * ratio)  # against the mixture that drew
-        gains.append(float(w.sum() / (w * 2 / (1 + ratio)).sum()))
+    halves = np.array_split(np.arange(len(places)), 2)
+    finds: list[list[np.ndarray]] = [[], []]  # w and p / m, by sampler
+    for number, half in enumerate(halves):
+        effects = TokenEffects(policy.model.config.get_text_config().vocab_size)
+        other = halves[1 - number]  # effects are learned from what does not judge them
+        known = deviations[other] - deviations[other].nanmean()
+        effects.sums += TokenEffects.of(ids[other], mask[other].long(), known, effects.sums.size(1)).double()
+        for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=effects.biases()[1]))):
+            asked = [places[i] for i in half[kind::4]]
+            more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)
+            found = [(places[i], tokens[i]) for i in half if rewards[i] < threshold]
+            found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if r < threshold]
+            if found:
+                at, rows = (list(each) for each in zip(*found, strict=True))
+                ratio = np.exp(policy.log_p(at, rows, sampler) - policy.log_p(at, rows, Sampler()))  # q / p
+                share = len(half) / (len(half) + len(asked))
+                finds[kind].append(np.stack([1 / (share + (1 - share) * ratio), 2 / (1 + ratio)]))
+    gains = []
+    for of_kind in finds:
+        w, ratio = np.concatenate([*of_kind, np.empty((2, 0))], axis=1)
+        if w.size >= FINDS:
+            gain = w.sum() / (w @ ratio)
+            gains.append((float(gain), float(np.sqrt(((w - gain * w * ratio) ** 2).sum()) / (w @ ratio))))
     return max(gains, default=None)
 
 
@@ -357,7 +370,7 @@ def _measure_updates(
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
-    count = largest_divisor(most, aim / (4 * n * measured.seconds))
+    count = largest_divisor(most, aim / (3 * n * measured.seconds))
     while True:
         try:
             seconds = {}
@@ -520,10 +533,10 @@ def suggest_settings(
         "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
         "standard deviation within a prompt, and `alpha` and `beta`, which are in units of the reward, would no longer fit."
     )
-    if measured.gain is not None and measured.gain <= 1:
+    if measured.gain is not None and sum(measured.gain) <= MOST:
         found.warnings.append(
             f"Use REINFORCE (`trl-repulse reinforce` takes this file too): extra samples gain nothing here. Measured: one is worth about "
-            f"{measured.gain:.2g} of the policy's own in an estimate of P(bad), and costs as much."
+            f"{measured.gain[0]:.2g} of the policy's own in an estimate of P(bad), and costs as much."
         )
     return found
 
