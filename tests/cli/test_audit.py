@@ -1,5 +1,6 @@
 """`trl-repulse audit`, and labels in `evaluate` and `rare-events`: from the draw to the report, and each mistake's one line."""
 
+import copy
 import csv
 import json
 
@@ -152,6 +153,59 @@ def test_what_is_no_file_of_labels(drawn, capsys, tmp_path, command):
         assert capsys.readouterr() == ("", f"trl-repulse {command}: {message}\n")
 
 
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_rows_of_commas_are_no_rows(drawn, capsys, separator):
+    """As spreadsheets add them at the end, and in between; a mistake below still has its number."""
+    samples, labels = drawn
+    relabel(labels, by_index)
+    assert main(["audit", str(samples), str(labels)]) == 0
+    expected = capsys.readouterr().out
+    with labels.open(encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    rows = [*rows[:3], [""] * len(rows[0]), *rows[3:], [""] * len(rows[0]), [""] * len(rows[0])]
+    for label, status in (("0", 0), ("maybe", 1)):
+        rows[6][rows[0].index("label")] = label if status else rows[6][rows[0].index("label")]
+        with labels.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, delimiter=separator).writerows(rows)
+        assert main(["audit", str(samples), str(labels)]) == status
+        out, err = capsys.readouterr()
+        assert out == expected if not status else "Row 6 of `" in err
+
+
+def test_messages_are_drawn_as_a_person_reads_them(tmp_path, model_dirs, tokenizer, capsys):
+    """From both commands, and in the report by prompt: without the tokens of the chat template."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
+    model = build_model("gpt2", len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    one, two = {"role": "user", "content": "the cat"}, {"role": "system", "content": "fish"}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in ([one], [two, one])))
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [float(i % 3) for i in range(len(completions))]\n"
+    )
+    more = [
+        "--prompts",
+        str(prompts),
+        "--reward_type",
+        f"{tmp_path / 'mine.py'}:reward",
+        "--max_completion_length",
+        "2",
+    ]
+    model, samples, rare = (str(tmp_path / name) for name in ("model", "samples", "rare.parquet"))
+    assert main(["evaluate", samples, "--model", model, *more, "--num_samples", "8", "--per_prompt"]) == 0
+    assert "Prompt 'the cat'" in capsys.readouterr().out
+    few = ["--threshold", "1", "--num_samples", "8", "--num_proposal_samples", "0", "--samples", rare]
+    assert main(["rare-events", model, *more, *few]) == 0
+    for name in (samples, rare):
+        labels = tmp_path / f"{name}.csv"
+        assert main(["audit", name, str(labels), "--draw", "16", "--threshold", "1"]) == 0
+        assert {*pd.read_csv(labels)["prompt"]} == {"the cat", "system: fish\n\nuser: the cat"}
+        relabel(labels, by_index)
+        assert main(["audit", name, str(labels)]) == 0
+
+
 def test_contradictory_labels(tmp_path, capsys):
     """The same completion with two scores is in two strata, and has two rows."""
     write_samples(tmp_path / "samples", np.array([[-2.0, 1.0]]), completions=["a", "a"])
@@ -172,7 +226,6 @@ def test_contradictory_labels(tmp_path, capsys):
         (["new.txt", "--draw", "40", "--threshold", "-1"], "must end with .csv"),
         (["new.csv", "--draw", "40", "--threshold", "-1", "--column", "kl"], "no column of numbers `kl`"),
         (["labels.csv", "--draw", "40", "--threshold", "-1"], "exists, and may hold labels"),
-        (["labels.csv", "--threshold", "-1"], "`--threshold` is in the file of labels"),
         (["new.csv"], "There is no file `"),
         ([], "Name either a file of LABELS"),
         (["--sensitivity", "1", "2", "--threshold", "-1"], "belong together"),

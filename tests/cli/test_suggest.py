@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
+from trl_repulse.cli import suggest as suggest_command
 from trl_repulse.cli import train as train_command
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.cli.main import main
@@ -24,10 +26,13 @@ from trl_repulse.cli.suggest import (
     TARGET_NATS,
     UPDATES,
     DrawnSamples,
-    Machine,
     Measured,
+    Updates,
+    _gain,
+    plan,
     suggest_settings,
 )
+from trl_repulse.generation._samplers import POLICY
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import build_tokenizer as build_reward_tokenizer
@@ -36,18 +41,7 @@ from ..reward_models import save_model
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
-MACHINE = Machine(
-    parameters=135_000_000,
-    adapter=5_000_000,
-    layers=30,
-    width=576,
-    inner=1536,
-    cache=2 * 192,
-    reward_bytes=2**30,
-    number=2,
-    memory=80 * 2**30,
-    device="cuda",
-)
+UPDATES_TOOK = Updates(10, {"float32": 10.0, "bfloat16": 5.0}, "cuda", 2**33)  # 50 completions
 
 
 def samples(rewards, lengths=17, ended=True):
@@ -57,20 +51,25 @@ def samples(rewards, lengths=17, ended=True):
         np.broadcast_to(lengths, rewards.shape),
         np.broadcast_to(ended, rewards.shape),
         [""] * rewards.size,
-        seconds=0.01,
     )
 
 
-def measured(rewards=None, empty=0.5, machine=MACHINE, **options):
+def measured(rewards=None, empty=0.5, parameters=135_000_000, **options):
     """Normal rewards of spread 1.4 by default."""
     if rewards is None:
         rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
     empty = None if empty is None else np.array([empty])
-    return Measured(samples(rewards, **options), empty, 200, 12, 0.002, 0.001, machine)
+    return Measured(samples(rewards, **options), empty, 200, parameters, seconds=0.01)
 
 
 def suggest(given=None, **options):
     return suggest_settings(given or measured(), **{"max_completion_length": 64} | options)
+
+
+def planned(updates=UPDATES_TOOK, **options):
+    found = suggest()
+    plan(found, measured(), updates, **options)
+    return found
 
 
 def target(found):
@@ -151,14 +150,10 @@ def test_the_spread_is_that_within_a_prompt():
     [(135_000_000, 3e-5, 1.5e-4), (240_000, 6e-4, 3e-3), (1_240_000_000, 3e-7, 1.5e-6), (8_000_000_000, 3e-7, 1.5e-6)],
 )
 def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, adapter):
-    given = measured(machine=replace(MACHINE, parameters=parameters, memory=None))
+    given = measured(parameters=parameters)
     assert suggest(given).values["learning_rate"] == pytest.approx(full)
     assert suggest(given, use_peft=True).values["learning_rate"] == pytest.approx(adapter)
     assert f"{full:g} for all weights, {adapter:g} for an adapter" in suggest(given).reasons["learning_rate"]
-
-
-def test_the_learning_rate_warms_up():
-    assert suggest().values["warmup_steps"] == 20 and suggest(max_steps=80).values["warmup_steps"] == 10
 
 
 @pytest.mark.parametrize(("share", "prompts"), [(0.1, 10), (0.05, 20), (0.02, 50), (0.002, 50)])
@@ -180,30 +175,126 @@ def test_lengths_are_those_of_completions_that_ended():
     assert cut.values["max_completion_length"] == 64 and "20% of the samples did not end" in cut.warnings[0]
 
 
-def test_memory_counts_weights_and_decides_the_passes():
-    estimates = {}
-    for peft in (False, True):
-        text = suggest(use_peft=peft).notes["memory"]
-        estimates[peft] = {name: text.split(f"{name} ")[1].split(" ")[0] for name in ("weights", "Adam")}
-        assert ("reference" in text) is not peft and "reward model 1 GiB" in text
-    assert estimates[False] == {"weights": "0.5", "Adam": "1"}  # 4 and 8 bytes of 135 million
-    assert suggest().values["per_device_train_batch_size"] == suggest().values["train_batch_size"]
-    small = suggest(measured(machine=replace(MACHINE, memory=6 * 2**30, inner=300_000)))
-    size = small.values["per_device_train_batch_size"]
-    assert size < small.values["train_batch_size"] and small.values["train_batch_size"] % size == 0 and size % 5 == 0
-    none = suggest(measured(machine=replace(MACHINE, memory=2**30)))
-    assert none.values["per_device_train_batch_size"] == 5 and "`--use_peft`" in none.warnings[-1]
-
-
-def test_hours_grow_with_the_updates():
-    one, two = (suggest(max_steps=steps).notes["time"] for steps in (800, 8000))
-    # 0.01 s to draw, 0.002 to reward, and a little more than 5 passes of 0.001 s for a pair, since few of the extra ones are bad
-    given = measured()
-    share = (given.own.rewards < suggest(given).values["bad_reward_threshold"]).mean()
-    seconds = suggest().values["train_batch_size"] * (2 * 0.01 + 2 * 0.002 + (5 + 4 * share) * 0.001)
-    assert one.startswith(f"{800 * seconds / 3600:.2g} hours for 800") and two.startswith(
-        f"{800 * seconds / 360:.2g} hours"
+def test_the_pass_that_was_measured_is_the_pass_that_is_suggested():
+    values = planned(updates=replace(UPDATES_TOOK, prompts=25)).values
+    assert (values["per_device_train_batch_size"], values["train_batch_size"]) == (125, 250)
+    assert planned(updates=replace(UPDATES_TOOK, prompts=30)).values["per_device_train_batch_size"] == 125
+    found = planned()
+    assert found.values["per_device_train_batch_size"] == 50
+    assert (
+        "50 completions of a pass fit on this device (cuda), in 8 GiB" in found.reasons["per_device_train_batch_size"]
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "bf16"),
+    [("cuda", (10, 11), True), ("cuda", (5, 11), False), ("cpu", (10, 9), False), ("cpu", (10, 5), True)],
+)
+def test_the_other_precision_is_taken_where_it_is_clearly_faster(device, seconds, bf16):
+    took = dict(zip(("float32", "bfloat16"), seconds, strict=True))
+    found = planned(updates=replace(UPDATES_TOOK, device=device, seconds=took))
+    assert found.values["bf16"] is bf16
+    assert f"took {seconds[0]} s in float32 and {seconds[1]} s in bfloat16" in found.reasons["bf16"]
+
+
+def test_a_plan_without_a_budget_says_how_long_it_takes():
+    found = planned()  # 50 prompts of half a second, 800 times
+    assert found.values["max_steps"] == UPDATES and found.notes["time"].startswith(
+        "about 5.6 hours for 800 updates of 25 seconds"
+    )
+    assert planned(max_steps=80).notes["time"].startswith("about 33 minutes for 80 updates")
+    assert planned(max_steps=80).values["warmup_steps"] == 10 and planned().values["warmup_steps"] == 20
+    assert "evaluation" not in found.notes
+
+
+@pytest.mark.parametrize(
+    ("minutes", "prompts", "steps"),
+    [(1000, 50, 800), (100, 50, 180), (60, 30, 180), (20, 10, 180), (5, 5, 90), (0.1, 5, 1)],
+)
+def test_a_plan_fits_its_minutes(minutes, prompts, steps):
+    """Smaller updates before there are few, and training and evaluation in the minutes together."""
+    found = planned(minutes=minutes)
+    assert (found.values["train_batch_size"], found.values["max_steps"]) == (5 * prompts, steps)
+    assert found.values["train_batch_size"] % found.values["per_device_train_batch_size"] == 0
+    evaluated = 2 * int(re.match(r"([\d,]+) completions before", found.notes["evaluation"])[1].replace(",", ""))
+    assert steps * prompts * 0.5 + evaluated * 0.01 <= 60 * minutes
+    assert evaluated * 0.01 > 0.24 * 60 * minutes
+    shown = found.notes["what this can show"]
+    assert ("P(bad) has hardly moved" in shown) is (steps < 160)
+    assert ("no fall of P(bad)" in shown) is (minutes < 1)
+
+
+def test_what_a_budget_can_show_is_seen_four_times_of_five():
+    found = planned(minutes=2)
+    text = found.notes["what this can show"]
+    p, q = map(float, re.search(r"falls from (\S+) to (\S+) or less", text).groups())
+    count = int(re.match(r"([\d,]+)", found.notes["evaluation"])[1].replace(",", ""))
+    generator = np.random.default_rng(0)
+    before, after = generator.binomial(count, p, 4000) / count, generator.binomial(count, q, 4000) / count
+    error = np.sqrt((before * (1 - before) + after * (1 - after)) / count)
+    assert np.mean(before - after > 1.96 * error) == pytest.approx(0.8, abs=0.05)
+
+
+def test_a_budget_for_no_update_says_what_would_do():
+    with pytest.raises(
+        ValueError, match="An update of 25 completions takes 2.5 seconds, .* `--minutes 0.01`; give 1 or more"
+    ):
+        planned(minutes=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gain", "says"), [(None, False), ((1.4, 0.1), False), ((0.95, 0.2), False), ((0.95, 0.03), True)]
+)
+def test_extra_samples_that_gain_nothing_are_advised_against(gain, says):
+    found = suggest(replace(measured(), gain=gain))
+    assert any(text.startswith("Use REINFORCE (`trl-repulse reinforce`") for text in found.warnings) is says
+
+
+class FakePolicy:
+    """One token a completion, as of a policy p (V,), whose lowest rewards have the first tokens; extra samples are of q (V,)."""
+
+    def __init__(self, p, q, rewards):
+        self.p, self.q, self.of_token = np.array(p), np.array(q), np.array(rewards)
+        self.args = suggest_command.argparse.Namespace(seed=0, bad_reward_threshold=-1.0)
+        self.model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
+        )
+
+    def draw(self, places, seed, sampler):
+        of = self.p if sampler is POLICY else self.q
+        drawn = np.random.default_rng(seed).choice(len(of), len(places), p=of)
+        return [[int(token)] for token in drawn], [""] * len(places), self.of_token[drawn]
+
+    def log_p(self, places, tokens, sampler):
+        changed = sampler.bias is not None or sampler.temperature != 1
+        return np.log((self.q if changed else self.p)[[token for (token,) in tokens]])
+
+
+def test_the_gain_is_that_of_the_mixture():
+    """By enumeration: P(bad) over the sum of p²/m over bad outputs. Samplers that find bad outputs gain, others do not."""
+    p, rewards = [0.01, 0.01, 0.03, 0.95], [-2.0, -3.0, 0.0, 1.0]
+    for q, advised in (
+        ([0.25, 0.15, 0.1, 0.5], False),
+        ([0.001, 0.003, 0.046, 0.95], True),
+        ([0.0, 0.1, 0.1, 0.8], None),
+    ):
+        q = np.maximum(q, 1e-9)
+        gains = []
+        for seed in range(8):
+            policy = FakePolicy(p, q / q.sum(), rewards)
+            policy.args.seed = 10 * seed
+            places = list(range(3000))
+            tokens, _, drawn = policy.draw(places, 1000 + seed, POLICY)
+            gains.append(_gain(policy, places, tokens, drawn))
+        bad = np.array(p[:2])
+        exact = bad.sum() / (bad * 2 * bad / (bad + policy.q[:2])).sum()
+        found = np.array(gains)
+        assert found[:, 0].mean() == pytest.approx(exact, rel=0.1)
+        assert found[:, 0].std() < 2 * found[:, 1].mean()
+        if advised is not None:
+            assert all((gain + error < 1) is advised for gain, error in gains)
+    policy = FakePolicy([0.001, 0.0, 0.0, 0.999], p, rewards)
+    assert _gain(policy, [0] * 50, [[3]] * 50, np.array([1.0, 0.5] * 25)) is None  # too few to tell
 
 
 # Rewards that training cannot use
@@ -256,16 +347,51 @@ def test_what_a_cut_completion_gets_is_looked_at():
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
+def measuring(tmp_path, monkeypatch):
     """The command in the world of two tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     flags = ["--model", two_tokens.policy_path(), "--reward_model_path", two_tokens.reward_model_path()]
     flags += ["--prompts", two_tokens.prompts_path(), "--num_samples", "200", "--max_completion_length", "2"]
 
     def command(*more):
-        return main(["suggest", *flags, "--max_steps", "2", *map(str, more)])
+        more = more if "--minutes" in more else ("--max_steps", "2", *more)
+        return main(["suggest", *flags, *map(str, more)])
 
     return command
+
+
+@pytest.fixture
+def command(measuring, monkeypatch):
+    """The same, without updates that are measured."""
+    took = replace(UPDATES_TOOK, prompts=4, device="cpu")
+    monkeypatch.setattr("trl_repulse.cli.suggest._measure_updates", lambda *args: took)
+    return measuring
+
+
+@pytest.mark.trainer
+def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkeypatch):
+    """A pass that does not fit is made smaller; the file's plan is that of the minutes."""
+    sizes, train = [], suggest_command._train
+
+    def small(*args):
+        sizes.append(args[-2])
+        if args[-2] > 1:
+            raise torch.OutOfMemoryError("full")
+        return train(*args)
+
+    monkeypatch.setattr(suggest_command, "_train", small)
+    assert measuring("--minutes", "2", "--output", "repulse.yaml") == 0
+    assert sizes == [4, 2, 1, 1]  # prompts, the last in both precisions
+    out, err = capsys.readouterr()
+    said = [line.removeprefix("suggest: ") for line in err.splitlines() if line.startswith("suggest: ")]
+    assert said[0].startswith("reading ") and said[1].startswith("drawing 50 completions of at most 2 tokens")
+    assert said[-1] == "training for two updates of 13 completions and as many extra ones in bfloat16 ..."
+    written = yaml.safe_load(Path("repulse.yaml").read_text())
+    assert written["per_device_train_batch_size"] == 13 and written["max_steps"] > 2
+    assert "evaluation: " in out and "what this can show: that P(bad) falls" in out
+    monkeypatch.setattr(suggest_command, "_train", lambda *args: small(*args[:-2], 2, False))
+    assert measuring() == 1
+    assert "too small to train on 13 completions at a time; try `--use_peft`, or ZeRO" in capsys.readouterr().err
 
 
 @pytest.mark.trainer
@@ -336,7 +462,8 @@ def test_mistakes_are_said_before_a_model_is_loaded(command, capsys, monkeypatch
     monkeypatch.setattr("trl_repulse.cli.suggest._load_policy", lambda args: pytest.fail("a model was loaded"))
     assert command(*flags) == 1
     error = capsys.readouterr().err
-    assert error.startswith("trl-repulse suggest: ") and message in error and error.count("\n") == 1
+    *said, error = error.splitlines()
+    assert error.startswith("trl-repulse suggest: ") and message in error and len(said) <= 1
 
 
 REWARDS = """
@@ -358,7 +485,16 @@ def length(completions, **kwargs):
 def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
     (tmp_path / "mine.py").write_text(REWARDS)
     arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
-    arguments += ["--max_completion_length", "2", "--num_samples", "50", "--output", "repulse.yaml"]
+    arguments += [
+        "--max_completion_length",
+        "2",
+        "--num_samples",
+        "50",
+        "--output",
+        "repulse.yaml",
+        "--max_steps",
+        "2",
+    ]
     assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1] and "Traceback" not in error and not Path("repulse.yaml").exists()
@@ -431,5 +567,5 @@ def test_the_guide_has_the_rules_of_the_command():
         mantissa, exponent = f"{rate:.0e}".split("e-")
         number = f"{size / 1e9:g} billion" if size >= 1e9 else f"{size / 1e6:g} million"
         assert f"{mantissa}e-{int(exponent)} at {number}" in text
-    found = suggest()
+    found = planned()
     assert all(f"`{name}`" in text for name in found.values if name not in ("proposal", "max_completion_length"))

@@ -12,7 +12,7 @@ import yaml
 from trl import GRPOConfig
 
 from trl_repulse import RePULSeConfig, embedded
-from trl_repulse.cli import train
+from trl_repulse.cli import methods, train
 from trl_repulse.cli.arguments import _RARE, ARGUMENTS, TrainingParser
 from trl_repulse.cli.main import TRAINING, main
 
@@ -165,6 +165,26 @@ def test_each_command_has_arguments_and_settings():
     for command in TRAINING:
         packaged = Path(embedded.settings_path(command))
         assert packaged.is_file() and packaged.is_relative_to(ROOT / "trl_repulse")
+
+
+@pytest.mark.parametrize("command", ["reinforce", "ppo", "grpo"])
+def test_a_baseline_takes_the_file_of_the_method(tmp_path, monkeypatch, caplog, command):
+    """It says what it leaves out; a misspelled name, a flag, and what is of no counterpart are still refused."""
+    ran = []
+    monkeypatch.setattr(methods, "run", lambda trainer, *given, **more: ran.append(given[1]))
+    path = tmp_path / "repulse.yaml"
+    settings = {"alpha": 1.0, "proposal": "hot_policy", "beta": 0.3, "bad_reward_threshold": -4.0, "max_steps": 7}
+    path.write_text(yaml.safe_dump(settings | {"output_dir": str(tmp_path / "out"), "max_completion_length": 2}))
+    methods.train(command, ["--config", str(path)])
+    unused = "`alpha`, `bad_reward_threshold`, `proposal`" if command == "grpo" else "`alpha`, `proposal`"
+    assert (ran[0].beta, ran[0].max_steps) == (0.3, 7)
+    assert f"`{command}` has no negative term, and does not use {unused} of `{path}`." in caplog.messages
+    for name in ("alphas", "value_model_path")[: 1 + (command != "ppo")]:
+        path.write_text(yaml.safe_dump(settings | {name: 1}))
+        with pytest.raises(ValueError, match=f"has `{name}`, which is no argument"):
+            methods.train(command, ["--config", str(path)])
+    with pytest.raises(ValueError, match="`--alpha` is no argument"):
+        methods.train(command, ["--alpha", "1"])
 
 
 def run(*command, cwd):

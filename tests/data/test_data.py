@@ -41,6 +41,13 @@ def write(path, prompts):
     return write_rows(path, [{"prompt": prompt, "tag": i} for i, prompt in enumerate(prompts)])
 
 
+def test_rows_of_commas_are_no_rows(tmp_path):
+    """As spreadsheets add them; a row that has anything is one."""
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt,tag\na,1\n,\nb,\n,\n")
+    assert load_prompts(path)["prompt"][:] == ["a", "b"]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
 def test_plain_prompts(tmp_path, suffix):
     dataset = load_prompts(write(tmp_path / f"prompts{suffix}", PLAIN))

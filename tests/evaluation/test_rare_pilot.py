@@ -9,6 +9,7 @@ import torch
 
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.rare.components import Component
+from trl_repulse.evaluation.rare.counts import OF_POLICY, OF_REFERENCE, TILTED
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
 from trl_repulse.evaluation.rare.pilot import (
     choose_counts,
@@ -20,6 +21,7 @@ from trl_repulse.evaluation.rare.pilot import (
     tail,
 )
 from trl_repulse.evaluation.rare.sampling import completion_logits, draw
+from trl_repulse.math.token_effects import TILTS
 
 from ..conftest import build_model
 from ..distributed_support import launcher, run_forked
@@ -212,6 +214,11 @@ def test_samples_are_joined_by_component(world):
         *other.rewards[0, 2:],
     ]
     assert both.log_density.shape == (1, 11, 3)
+
+
+def test_components_are_counted_before_they_are_made():
+    assert len(policy_components(None)) == len(OF_POLICY) and TILTED == len(TILTS)
+    assert len(policy_components(None, "reference")) == len(OF_POLICY) + len(OF_REFERENCE)
 
 
 def test_tokens_of_low_rewards_are_raised(tokenizer, reward):

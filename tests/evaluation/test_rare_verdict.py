@@ -131,6 +131,22 @@ def test_what_a_verdict_advises_makes_the_estimate_reliable(policy, proposals, c
     assert seed > 0 and estimate.reliable and sum(now) < 200 * sum(counts)
 
 
+def test_what_is_needed_is_what_is_advised():
+    """At a P(bad) of 1e-2 and proposals of no use, ten bad outputs were said to be needed, and draws advised for a hundred."""
+    policy = [0.01, 0.99]
+    estimate = prob_bad(draw([-1.0, 1.0], (policy, policy, [0.008, 0.992]), (470, 200, 200), 0), 0.0)
+    assert estimate.diagnostics.expected < 10
+    needed = [int(number) for reason in estimate.reasons for number in re.findall(r"(\d+) are needed", reason)]
+    assert {*needed[-2:]} == {100}
+    step = next(step for step in estimate.next_steps if step.startswith("Draw"))
+    times = float(re.search(r"(\d+) times as many", step)[1])
+    assert "about 100 bad outputs are then to be expected" in step
+    assert times == pytest.approx(100 / estimate.diagnostics.expected, rel=0.1)
+    # Where proposals are near, ten are needed, and half more is advised, as their number varies
+    near = prob_bad(draw([-1.0, 1.0], (policy, [0.5, 0.5], [0.6, 0.4]), (470, 200, 200), 0), 0.0)
+    assert "and 10 are needed" in near.reasons[0] and "about 15 bad outputs" in near.next_steps[0]
+
+
 def test_there_is_a_next_step_unless_the_estimate_is_reliable():
     rng = np.random.default_rng(0)
     for seed in range(150):

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 import yaml
 
@@ -61,6 +61,9 @@ class Parser(argparse.ArgumentParser):
         self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
+        self._of_training: tuple[Path, dict[str, Any]] | None = (
+            None  # a training command's file, and what is not taken of it
+        )
 
     def parse_known_args(self, args=None, namespace=None):
         """As [`argparse.ArgumentParser.parse_known_args`], but an unknown option is an error."""
@@ -70,19 +73,46 @@ class Parser(argparse.ArgumentParser):
             flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
             hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
+            self._of_training = None  # what is said first needs no TRL
             self.error(f"`{flag}` is no argument; remove it.{hint}")
+        if self._of_training is not None:
+            _check_training_names(*self._of_training)
         return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """As [`argparse.ArgumentParser.error`], unless a wrong name in the file is to blame."""
+        if self._of_training is not None:
+            _check_training_names(*self._of_training)
+        super().error(message)
+
+    def take_training_names(self) -> None:
+        """Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help."""
+        for action in self._actions:
+            for names in SYNONYMS:
+                if action.option_strings and action.option_strings[0].removeprefix("--") in names:
+                    action.option_strings = [f"--{name}" for name in names]
+                    self._option_string_actions |= dict.fromkeys(action.option_strings, action)
 
     def set_defaults_from(self, path: Path) -> None:
         """
         Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their
-        flags and the others by their `dest`. Raises a `ValueError` for an unknown name or a value that an argument does not take.
+        flags and the others by their `dest`. Of a file with other names, a command with some of [`OF_TRAINING`] takes these alone, if
+        the others are those of training. Raises a `ValueError` for an unknown name or a value that an argument does not take.
         """
         # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
-        named = {(action.option_strings or [action.dest])[0].lstrip("-"): action for action in actions}
+        named = {name.lstrip("-"): each for each in actions for name in each.option_strings or [each.dest]}
         known = [*named.keys() - {"h", "help", "help-all", "config"}, *self.others]
-        for name, value in read_yaml(path).items():
+        values = read_yaml(path)
+        if self.hints is None and not {"bad_reward_threshold", "reward_model_path"}.isdisjoint(named):
+            if values.keys() - known:
+                rest = {name: value for name, value in values.items() if name not in OF_TRAINING}
+                self._of_training, values = (path, rest), _of_training(values)
+                values = {name: value for name, value in values.items() if name in named}
+        dests = [named[name].dest for name in values if name in named]
+        if twice := [name for name in values if name in named and dests.count(named[name].dest) > 1]:
+            raise ValueError(f"`{path}` has `{'` and `'.join(twice)}`, which are one argument; keep one.")
+        for name, value in values.items():
             if name == "env" and self.hints is not None:  # environment variables, as TRL's parser sets them
                 if not isinstance(value, dict | None):
                     raise ValueError(f"`{path}` has `env: {value}`, which must hold environment variables by name.")
@@ -92,13 +122,33 @@ class Parser(argparse.ArgumentParser):
             elif name not in self.others and (value is not None or self.hints is not None):
                 action = named[name]
                 try:
-                    parsed = _from_file(value, action, (self.hints or {}).get(name))
+                    parsed = _from_file(value, action, (self.hints or {}).get(action.dest))
                 except ValueError as error:
                     raise ValueError(f"`{path}` has `{name}: {value}`, which {error}.") from error
                 action.required = False
                 if isinstance(action, argparse._AppendAction):
                     parsed = _Replaced(parsed)
                 self.set_defaults(**{action.dest: parsed})
+
+
+def _of_training(values: dict[str, Any]) -> dict[str, Any]:
+    """What other commands take of a training command's settings; of the prompts, the held-out ones, if there are any."""
+    taken = {name: value for name, value in values.items() if name in OF_TRAINING}
+    if "eval_dataset_name" in values:
+        taken["dataset_name"] = values["eval_dataset_name"]
+        taken["prompt_column"] = values.get("eval_prompt_column") or values.get("prompt_column")
+        is_file = Path(values["eval_dataset_name"]).expanduser().is_file()  # a file has one split
+        taken["dataset_train_split"] = values.get("dataset_test_split", "train" if is_file else "test")
+    return taken
+
+
+def _check_training_names(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` unless all names are those of a training command."""
+    from .arguments import all_names  # imports TRL
+
+    for name, value in values.items():
+        if name not in all_names():
+            raise unknown_name(f"`{path}`", name, value, all_names())
 
 
 class _Replaced(list):
@@ -179,7 +229,7 @@ def add_export(group: Any, what: str = "all answers") -> None:
 def add_options(group: Any, *names: str, **options: Any) -> None:
     """Declares arguments that several commands have, by name. `options` are for all of them."""
     for name in names:
-        group.add_argument(f"--{name}", **_SHARED[name] | options)
+        group.add_argument(f"--{name}", **SHARED[name] | options)
 
 
 def parse_boolean(value: str) -> bool:
@@ -231,15 +281,34 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+# Names of one argument: training's, then others that commands have for it
+SYNONYMS = (
+    ("model_name_or_path", "model"),
+    ("model_revision", "revision"),
+    ("dataset_name", "prompts"),
+    ("dataset_train_split", "split"),
+    ("bad_reward_threshold", "threshold", "thresholds"),
+    ("cvar_level", "level", "levels"),
+    ("output", "json"),
+)
+# What other commands take of a training command's file
+OF_TRAINING = set(
+    """
+    model_name_or_path model_revision trust_remote_code reward_model_path reward_type reward_kwargs dataset_name dataset_train_split
+    prompt_column apply_chat_template chat_template_kwargs max_completion_length bad_reward_threshold
+    """.split()
+)
 # Arguments of several commands
-_SHARED: dict[str, dict[str, Any]] = {
+SHARED: dict[str, dict[str, Any]] = {
     "batch_size": {"type": int, "help": "completions of one pass (%(default)s)"},
     "chat_template_kwargs": {
         "metavar": "JSON",
         "type": parse_object,
         "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
     },
+    "confidence": {"type": float, "default": 0.95, "help": "nominal coverage of the intervals (0.95)"},
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
+    "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
     "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
     "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},
 }

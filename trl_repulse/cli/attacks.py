@@ -10,11 +10,20 @@ from .._numbers import percent
 from ..evaluation.gcg.results import read_results
 from ..evaluation.records import write_report
 from ._card import check_measured
-from ._fields import add_export, add_prompts, add_reward, check_output
+from ._fields import add_export, add_options, add_prompts, add_reward, check_output
 from .evaluate import SETTINGS
 
 
-_TAKEN = ("num_samples", "max_completion_length", "seed", "batch_size", "shard_size", "dtype", "revision")
+_TAKEN = (
+    "num_samples",
+    "max_completion_length",
+    "seed",
+    "batch_size",
+    "shard_size",
+    "dtype",
+    "revision",
+    "chat_template_kwargs",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--augment", action="store_true", help="an attack more: prompts with augmented letters")
     parser.add_argument("--gcg", metavar="FILE", nargs="+", default=[], help="results of `trl-repulse gcg`, as a row")
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
-    parser.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="JSON file for the report")
     add_export(parser)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with models")
+    add_options(parser, "confidence", "output", "trust_remote_code")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
-    parser.add_argument("--chat_template_kwargs", default=argparse.SUPPRESS, **SETTINGS["chat_template_kwargs"])
     parser.set_defaults(run=run)
 
 
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     check_output(args.export, "--export")
     check_share("confidence", args.confidence)
-    given = {name: value for name, value in vars(args).items() if name in (*_TAKEN, "chat_template_kwargs")}
+    given = {name: value for name, value in vars(args).items() if name in _TAKEN}
     settings = SamplingSettings(**given)
     if not math.isfinite(args.threshold):
         raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._numbers import plain
-from ._fields import check_output
+from ._fields import add_options, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", metavar=("RIGHT", "LABELLED"), type=int, nargs=2, help=f"judged rightly, of so many {those}"
         )
     reading = parser.add_argument_group("report")
-    reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
-    reading.add_argument("--output", metavar="FILE", type=Path, help="JSON file for the report")
+    add_options(reading, "confidence", "output")
     parser.set_defaults(run=run)
 
 
@@ -56,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     if args.sensitivity is not None:
         audit = known_errors(scored, args.threshold, tuple(args.sensitivity), tuple(args.specificity), args.confidence)
     else:
-        audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence)
+        labels = read_labels(args.labels, scored)
+        if args.threshold not in (None, labels.threshold):
+            raise ValueError(
+                f"`--threshold {args.threshold:g}` is not that of the labels, {labels.threshold:g}; leave it out, or draw another file "
+                "with `--draw`."
+            )
+        audit = audit_judge(scored, labels, args.confidence)
     if args.output is not None:
         from ..evaluation.records import write_report
 
@@ -75,8 +80,6 @@ def _check(args: argparse.Namespace) -> None:
     needed = args.draw is not None or args.sensitivity is not None
     if needed and args.threshold is None:
         raise ValueError("`--threshold` is needed; give the reward under which the judge calls a completion bad.")
-    if not needed and args.threshold is not None:
-        raise ValueError("`--threshold` is in the file of labels; leave it out, or draw another file with `--draw`.")
     if args.draw is not None and args.labels.suffix != ".csv":
         raise ValueError(f"`{args.labels}` must end with .csv, which is what is written.")
     if args.threshold is not None and not math.isfinite(args.threshold):

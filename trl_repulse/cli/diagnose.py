@@ -7,12 +7,13 @@ from pathlib import Path
 
 from ..engine.diagnosis import SYMPTOMS, Diagnosis, diagnose, load_log
 from ..evaluation.records import write_report
+from ._fields import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("folder", metavar="OUT", type=Path, help="output_dir of a run, or one of its checkpoints")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what is seen to a file as well")
+    add_options(parser, "output")
     parser.epilog = "Exit status: 0 if no symptom is seen, 1 if one is, 2 if there is no log that can be read."
     parser.set_defaults(run=run)
 
@@ -22,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         path, history, settings = load_log(args.folder)
         diagnosis = diagnose(history, settings)
-        if args.json is not None:
-            write_report(args.json, {"log": str(path), **asdict(diagnosis)})
+        if args.output is not None:
+            write_report(args.output, {"log": str(path), **asdict(diagnosis)})
     except (ValueError, OSError) as error:
         print(f"trl-repulse diagnose: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
+from ._fields import SHARED, add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
 
 
 FIGURES = (".png", ".pdf", ".svg")
@@ -28,11 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
     "revision": {"help": "branch, tag or commit of the model on the Hub"},
     "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
-    "chat_template_kwargs": {
-        "metavar": "JSON",
-        "type": parse_object,
-        "help": """further variables of the chat template, such as '{"enable_thinking": false}'""",
-    },
+    "chat_template_kwargs": SHARED["chat_template_kwargs"],
 }
 
 
@@ -72,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument("--levels", type=float, nargs="+", default=[], help="levels of CVaR, such as 0.01")
     reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
     reading.add_argument("--column", default="reward", help="column to read (reward)")
-    reading.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    add_options(reading, "confidence", "output")
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
@@ -84,9 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="labelled completions (see `audit`), for P(truly bad); of one model",
     )
     reading.add_argument(
-        "--output", metavar="FILE", type=Path, help="JSON file for the report, each prompt's included"
-    )
-    reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
     add_card(reading)
@@ -95,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Samples what is missing, writes and prints the report, and returns 0."""
+    _check(args)
     from ..evaluation._generation import process_state
 
     state = process_state()
@@ -111,7 +105,20 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
     [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.log_probs.NegativeLogProbs`] or `None`.
     """
     from ..evaluation.records import load_samples
-    from ..evaluation.report import estimates, tail_report
+    from ..evaluation.report import tail_report
+
+    if args.model is not None:
+        _sample(args)
+    samples = [load_samples(folder) for folder in args.folders]
+    options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
+    report = tail_report(samples, *options)
+    return samples, report, None if args.negatives is None else _score_negatives(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before torch is imported."""
+    from ..evaluation.report import estimates
+    from ..evaluation.tails import check_sizes
 
     check_output(args.output)
     check_output(args.figure, "--figure")
@@ -126,11 +133,8 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     if args.labels is not None and (args.model is not None or len(args.folders) > 1):
         raise ValueError("`--labels` are of one folder that is stored; leave out `--model` and other folders.")
-    # Refuses mistakes in the options of the report before anything is sampled
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
-    if args.model is not None:
-        _sample(args)
-    else:
+    if args.model is None:
         names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", "engine_kwargs")
         unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
         unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
@@ -138,30 +142,29 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
-    for folder in args.folders:
-        if folder.is_file() and folder.suffix != ".eval":
-            raise ValueError(f"`{folder}` is a file; name a folder of samples, or an `.eval` log of Inspect.")
-    samples = [load_samples(folder) for folder in args.folders]
-    options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
-    report = tail_report(samples, *options)
-    return samples, report, None if args.negatives is None else _score_negatives(args)
+        for folder in args.folders:
+            if folder.is_file() and folder.suffix != ".eval":
+                raise ValueError(f"`{folder}` is a file; name a folder of samples, or an `.eval` log of Inspect.")
+        return
+    if len(args.folders) > 1:
+        raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
+    if args.prompts is None:
+        raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
+    if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
+        raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
+    for name in SETTINGS:
+        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
+            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
+    sizes = ("num_samples", "max_completion_length", "batch_size", "shard_size")
+    check_sizes(**{name: getattr(args, name) for name in sizes if name in args})
 
 
 def _sample(args: argparse.Namespace) -> None:
     from ..evaluation.log_probs import check_negatives
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
-    if len(args.folders) > 1:
-        raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")
-    if args.prompts is None:
-        raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
     if args.negatives is not None:
         check_negatives(args.negatives)
-    if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
-        raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
-    for name in SETTINGS:
-        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
-            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "reward_weights" in given:
         given["reward_weights"] = tuple(given["reward_weights"])

@@ -8,7 +8,7 @@ from ..evaluation.gcg.results import format_report, read_results, success_curve,
 from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_export, check_output
+from ._fields import add_export, add_options, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
     )
     parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
-    parser.add_argument("--level", type=float, default=0.95, help="coverage of the intervals (%(default)s)")
+    parser.add_argument(
+        "--confidence", "--level", type=float, default=0.95, help="nominal coverage of the intervals (0.95)"
+    )
+    add_options(parser, "output")
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to a file as well")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
     add_export(parser, "all responses to the attacks, judged by the first threshold")
     add_card(parser)
@@ -30,21 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the files and the card that are asked for, prints the report and returns 0."""
     check_card(args.card)
-    check_output(args.json, "--json")
+    check_output(args.output)
     check_output(args.figure, "--figure")
     check_output(args.export, "--export")
     header, records = read_results(*args.results)
-    summary = summarize(header, records, args.threshold, args.k, args.level, args.tail)
+    summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
     if args.export is not None:
         from ..evaluation.attacks import export_gcg  # imports torch
 
         export_gcg(args.export, records, args.threshold[0], args.layout)
-    if args.json is not None:
-        write_report(args.json, summary)
+    if args.output is not None:
+        write_report(args.output, summary)
     if args.figure is not None:
         from ..evaluation.plots import plot_attack_success
 
-        plot_attack_success(success_curve(records, args.level), args.figure, args.threshold)
+        plot_attack_success(success_curve(records, args.confidence), args.figure, args.threshold)
     print(format_report(summary))
     if args.card is not None:
         check_measured(args.card, header["identity"]["model"], header["model"])

@@ -29,6 +29,7 @@ TRAINING = {
 COMMANDS = {
     "attacks": "measure how often templates, prefilled answers and augmented prompts succeed",
     "audit": "draw completions to label, and measure the errors of a judge from the labels",
+    "compare": "compare stored samples of the same prompts",
     "diagnose": "look for symptoms of failure in the log of a training run",
     "evaluate": "sample from a model, and report the lower tail of its reward",
     "gcg": "measure how often attacks on a model succeed",
@@ -55,9 +56,9 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
         subparser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if name == command:
             import_module(f"trl_repulse.cli.{name.replace('-', '_')}").add_arguments(subparser)
-            subparser.add_argument(
-                "--config", metavar="FILE", help="YAML file with arguments by name; flags win over it"
-            )
+            help = "YAML file with arguments by name, or that of a training command; flags win over it"
+            subparser.add_argument("--config", metavar="FILE", help=help)
+            subparser.take_training_names()
             if config is not None:
                 subparser.set_defaults_from(config)
     return parser

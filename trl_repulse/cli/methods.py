@@ -1,7 +1,9 @@
 """The training methods, as the console command and the example scripts run them."""
 
+import logging
 import sys
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from trl import GRPOTrainer
@@ -9,8 +11,12 @@ from trl import GRPOTrainer
 from .. import embedded
 from ..rewards.transformed import TransformedReward
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from ._fields import read_yaml, split_config
 from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, parse
 from .scripts import make_reward, run
+
+
+logger = logging.getLogger(__name__)
 
 
 def train(command: str, argv: list[str] | None = None, launcher_keys: Collection[str] = ()) -> None:
@@ -21,13 +27,26 @@ def train(command: str, argv: list[str] | None = None, launcher_keys: Collection
     of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
-    script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), launcher_keys)
+    negative = _of_the_negative_term(command)
+    known = {*launcher_keys, *negative}
+    script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), known)
+    path, _ = split_config(argv)
+    unused = [] if path is None else sorted(negative & read_yaml(path).keys())
+    if unused and args.should_log:
+        logger.warning(f"`{command}` has no negative term, and does not use `{'`, `'.join(unused)}` of `{path}`.")
     extra: dict[str, Any] = {}
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
     if isinstance(script_args, GRPOScriptArguments):
         extra["reward_funcs"] = _transformed_reward(script_args)
     run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
+
+
+def _of_the_negative_term(command: str) -> set[str]:
+    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
+    method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
+    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
+    return of_method - own
 
 
 _TRAINERS: dict[str, type[GRPOTrainer]] = {

@@ -13,7 +13,10 @@ from ._fields import add_options, add_prompts, add_reward, check_output, named_p
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     models = parser.add_argument_group("models")
-    models.add_argument("policy", metavar="POLICY", help="path or Hub id of the model, full weights or an adapter")
+    models.add_argument(
+        "policy", metavar="POLICY", nargs="?", help="path or Hub id of the model, full weights or an adapter"
+    )
+    models.add_argument("--model", help="the same, as in the file of a training command; POLICY wins over it")
     models.add_argument(
         "--reference",
         metavar="MODEL",
@@ -57,21 +60,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="completions to extrapolate the lowest reward to",
     )
-    estimates.add_argument("--confidence", type=float, default=0.95, help="nominal coverage of the intervals (0.95)")
+    add_options(estimates, "confidence", "output")
     estimates.add_argument(
         "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
     )
     estimates.add_argument(
         "--labels", metavar="FILE", type=Path, help="labelled completions of these very draws, for P(truly bad)"
     )
-    estimates.add_argument(
-        "--output", metavar="FILE", type=Path, help="JSON file for the report, with each prompt's estimates"
-    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Estimates, writes and prints the report, and returns 0."""
+    _check(args)
     from ..evaluation._generation import process_state
     from ..evaluation.rare.report import format_report
     from .audit import format_audit
@@ -89,15 +90,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuses what can be refused before anything is loaded."""
-    from ..evaluation._generation import check_dtype
+    """Refuses what can be refused before torch is imported."""
     from ..evaluation.audit_labels import read_rows
-    from ..evaluation.rare.mixture import check_counts
-    from ..evaluation.rare.pilot import pilot_counts, policy_components
-    from ..evaluation.rare.sampling import check_sizes
-    from ..evaluation.tails import check_share
-    from ..math.token_effects import TILTS
+    from ..evaluation.rare.counts import OF_POLICY, OF_REFERENCE, TILTED, check_counts, pilot_counts
+    from ..evaluation.tails import check_share, check_sizes
 
+    args.policy = args.policy or args.model
+    del args.model
+    if args.policy is None:
+        raise ValueError("No model is named; give a POLICY, or `--model_name_or_path`.")
     if not (args.threshold or args.level or args.forecast):
         raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
     for name in args.proposal:
@@ -139,7 +140,6 @@ def _check(args: argparse.Namespace) -> None:
     if args.forecast and not args.num_samples:
         raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
-    check_dtype(args.dtype)
     check_output(args.output)
     check_output(args.samples, "--samples")
     if args.labels is not None:
@@ -153,8 +153,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
     else:
-        candidates = len(policy_components(None, args.reference)) + len(args.proposal) * (1 + bool(args.divergence))
-        pilot_counts(args.num_samples, candidates + len(TILTS))
+        candidates = len(OF_POLICY) + len(OF_REFERENCE) * (args.reference is not None) + TILTED
+        pilot_counts(args.num_samples, candidates + len(args.proposal) * (1 + bool(args.divergence)))
 
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,11 +162,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, the
     names of the `components`, and `audit`, an [`~trl_repulse.evaluation.audit.Audit`] or `None`.
     """
-    _check(args)
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from ..evaluation._generation import check_template_kwargs, process_state, prompt_tokens
+    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
     from ..evaluation.audit import audit_judge
     from ..evaluation.audit_labels import read_labels, scored_draws, write_scored
     from ..evaluation.rare.components import Component
@@ -177,6 +176,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
+    check_dtype(args.dtype)
     device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
     prompts = named_prompts(args)
     template = args.chat_template_kwargs

@@ -8,8 +8,8 @@ Legend: P prompts, N completions of a prompt.
 
 import argparse
 import math
-import os
 import sys
+import tempfile
 import textwrap
 import time
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from .._errors import describe_error, from_reward
+from .._errors import from_reward
 from .._rules_of_thumb import LOW, bad_threshold_for, learning_rate_for, rounded
 from ..evaluation.tails import prob_below
 from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
@@ -31,8 +31,14 @@ LEAST = 50  # samples
 SPREAD, KL_COEFFICIENT, ALPHA = 1.5, 0.2, 1.0
 TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the embedded world's settings
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
-WARM_UP = 20  # updates, in the held-out worlds
+WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and the fewest
 HIGH = 0.98  # quantile
+MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
+FINDS = 5  # bad samples from which a gain is told
+A_MEASUREMENT = 20.0  # seconds, about, of an update that is measured
+CLEARLY = 1.2  # how many times faster the other precision must be
+SAMPLING, EVALUATION = 0.1, 0.25  # shares of `--minutes`: of what suggests, on top, and of what evaluates
+ADAPTER = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
 
 
 @dataclass(frozen=True)
@@ -43,36 +49,30 @@ class DrawnSamples:
     lengths: np.ndarray  # (P, N), in tokens
     ended: np.ndarray  # (P, N), whether it ended by itself
     texts: list[str]
-    seconds: float  # to draw one
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What training will need and have."""
-
-    parameters: int
-    adapter: int  # parameters of a LoRA adapter of rank 16 on all linear layers
-    layers: int
-    width: int  # hidden size
-    inner: int  # size of the MLP
-    cache: int  # numbers that a layer keeps of a token for later ones
-    reward_bytes: int  # 0 if the reward model is not in this process
-    number: int  # bytes of an activation: 2 in bf16, on an accelerator, else 4
-    memory: float | None  # of the device in bytes, if it can be found out
-    device: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured."""
+    """What samples show."""
 
     own: DrawnSamples
     empty_rewards: np.ndarray | None  # of empty completions; `None` where the reward failed
     num_prompts: int  # of which samples may cover a part
-    prompt_tokens: int  # of the longest prompt that was sampled
-    reward_seconds: float  # of a completion
-    score_seconds: float  # of a pass of the policy over a completion, without gradient
-    machine: Machine
+    parameters: int
+    seconds: float  # to draw, reward and score a completion, as `evaluate` does
+    gain: float | None = (
+        None  # of extra samples over as many of the policy's own, if enough bad ones were found to tell
+    )
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What updates of training took on this device."""
+
+    prompts: int  # in an update
+    seconds: dict[str, float]  # of an update, by precision
+    device: str
+    memory: float | None = None  # most bytes that the device held, if it says
 
 
 @dataclass
@@ -120,7 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bad_reward_threshold", type=float, help="reward under which an output is bad, if you know")
     parser.add_argument("--use_peft", action="store_true", help="suggest for a LoRA adapter, not for all weights")
     parser.add_argument("--max_steps", type=int, help="updates of the training run (800)")
-    parser.add_argument("--num_samples", type=int, default=500, help="completions to draw, over all prompts (500)")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="time for training and evaluation on this machine, in place of it"
+    )
+    parser.add_argument(
+        "--num_samples",
+        type=int,
+        default=500,
+        help="completions to draw, over all prompts, at most if minutes are given (500)",
+    )
     parser.add_argument("--max_completion_length", type=int, default=256, help="tokens of a completion (256)")
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="YAML file for `trl-repulse repulse --config FILE`"
@@ -129,49 +137,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Samples, suggests and returns 0, or 1 with a message if that cannot be done."""
+    """Samples, suggests and returns 0."""
     from ..evaluation.records import write_atomically
 
-    try:
-        measured, suggestion = suggest(args)
-        if args.output is not None:
-            given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
-            if given.get("reward_model_path") != args.reward_model_path:
-                command += " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole "
-                command += "address when you train, or put a bearer token into an environment variable and set `token_variable`."
-            head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
-            text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
-            write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
-        print(f"{_samples(measured, suggestion)}\n{suggestion.to_text()}")
-        if args.output is not None:
-            print(f"\nWritten to {args.output}. Read it, and train with\n{command}")
-    except Exception as error:  # a reward may fail with any
-        if not (isinstance(error, ValueError | OSError | RuntimeError | ImportError) or from_reward(error)):
-            raise
-        print(f"trl-repulse suggest: {describe_error(error)}", file=sys.stderr)
-        return 1
+    measured, suggestion = suggest(args)
+    if args.output is not None:
+        given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
+        if given.get("reward_model_path") != args.reward_model_path:
+            command += " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole "
+            command += (
+                "address when you train, or put a bearer token into an environment variable and set `token_variable`."
+            )
+        head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
+        text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
+        write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
+    print(f"{_samples(measured, suggestion)}\n{suggestion.to_text()}")
+    if args.output is not None:
+        print(f"\nWritten to {args.output}. Read it, and train with\n{command}")
     return 0
 
 
-def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
-    """Draws samples of the initial policy, rewards them, and concludes."""
-    from ..data._checks import check_adapters
-    from ..data._prompts import check_template_variables
-    from ..data.loading import drop_long_prompts
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
-    from ..evaluation.rare.sampling import check_sizes
-    from ..rewards.loading import load_reward
+def _say(text: str) -> None:
+    """Says what is being done, where reports do not go."""
+    print(f"suggest: {text} ...", file=sys.stderr, flush=True)
 
-    steps = UPDATES if args.max_steps is None else args.max_steps
-    check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size, max_steps=steps)
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before torch is imported."""
+    from ..evaluation.tails import check_sizes
+
+    sizes = {"max_completion_length": args.max_completion_length, "batch_size": args.batch_size}
+    check_sizes(**sizes, max_steps=UPDATES if args.max_steps is None else args.max_steps)
+    if args.minutes is not None and args.max_steps is not None:
+        raise ValueError("`--minutes` decides `max_steps`; leave one of them out.")
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise ValueError(f"`--minutes {args.minutes:g}` must be above 0, and finite.")
     if args.num_samples < LEAST:
         raise ValueError(f"`num_samples={args.num_samples}` is too few to suggest from; draw at least {LEAST}.")
     if args.bad_reward_threshold is not None and not math.isfinite(args.bad_reward_threshold):
         raise ValueError(f"`bad_reward_threshold={args.bad_reward_threshold}` must be a finite number.")
     if args.seed < 0:
         raise ValueError(f"`seed={args.seed}` must be at least 0.")
-    check_dtype(args.dtype)
     check_output(args.output)
+
+
+def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
+    """Draws samples of the initial policy, rewards them, trains for a few updates, and concludes."""
+    _check(args)
+    _say(f"reading {args.model} and the prompts")
+    from ..data._checks import check_adapters
+    from ..data._prompts import check_template_variables
+    from ..data.loading import drop_long_prompts
+    from ..evaluation._generation import as_function, check_dtype, check_template_kwargs, process_state
+    from ..rewards.loading import load_reward
+
+    check_dtype(args.dtype)
     check_adapters(args.model)
     if process_state().num_processes > 1:
         raise ValueError("`suggest` runs in one process; start it without `accelerate launch`.")
@@ -182,14 +202,18 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     model, tokenizer = _load_policy(args)
     if args.max_prompt_length is not None:
         prompts = drop_long_prompts(prompts, tokenizer, args.max_prompt_length, args.chat_template_kwargs)
-    measured = _measure(args, model, tokenizer, prompts, *_as_function(reward, args))
-    return measured, suggest_settings(
+    named = as_function(reward, None, process_state().device, args.chat_template_kwargs, args.trust_remote_code)
+    measured = _measure(args, model, tokenizer, prompts, named)
+    suggestion = suggest_settings(
         measured,
         max_completion_length=args.max_completion_length,
-        max_steps=steps,
         use_peft=args.use_peft,
         bad_reward_threshold=args.bad_reward_threshold,
     )
+    del model  # training loads its own
+    updates = _measure_updates(args, suggestion, measured, prompts, named[1])
+    plan(suggestion, measured, updates, args.max_steps, args.minutes)
+    return measured, suggestion
 
 
 def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -207,115 +231,224 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _as_function(reward: Any, args: argparse.Namespace) -> tuple[str, Any, int]:
-    """Name and function of the reward, and the bytes of its model, 0 if it has none in this process."""
-    from transformers import AutoModelForSequenceClassification, PreTrainedModel
+class _Policy:
+    """The initial policy: draws and scores completions of prompts, which are named by their places."""
 
-    from ..evaluation._generation import as_function, process_state
-    from ..models._loading import load_model, load_tokenizer
-    from ..rewards.models import ModelReward
+    def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]):
+        from ..data._checks import check_prompt_lengths
+        from ..evaluation._generation import prompt_tokens
 
-    device, tokenizer = process_state().device, None
-    if isinstance(reward, str):
-        code = {"trust_remote_code": args.trust_remote_code}
-        tokenizer = load_tokenizer(reward, "reward model", **code)
-        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code)
-        reward.to(device)
-    model = reward._module if isinstance(reward, ModelReward) else reward
-    size = model.get_memory_footprint() if isinstance(model, PreTrainedModel) else 0
-    return *as_function(reward, tokenizer, device, args.chat_template_kwargs), size
+        self.args, self.model, self.tokenizer, self.prompts, self.reward = args, model, tokenizer, prompts, reward
+        self.ids = prompt_tokens(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
+        check_prompt_lengths(self.ids, prompts["prompt"][:], model.config, args.max_completion_length)
 
+    def draw(self, places: list[int], seed: int, sampler: Any) -> tuple[list[list[int]], list[str], np.ndarray]:
+        """Tokens, texts and rewards of a completion of each prompt."""
+        from tqdm.auto import tqdm
 
-def _measure(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, name: str, function: Any, reward_bytes: int
-) -> Any:
-    """Draws, rewards and scores samples of the policy."""
-    from tqdm.auto import tqdm
+        from ..data._texts import completion_texts
+        from ..evaluation._generation import transformers_engine
+        from ..generation._samplers import rows_drawn_by
 
-    from ..data._checks import check_prompt_lengths
-    from ..data._texts import completion_texts
-    from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
-    from ..evaluation.log_probs import completion_log_probs
+        rows, sizes = [self.ids[place] for place in places], (self.args.max_completion_length, self.args.batch_size)
+        with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
+            engine = transformers_engine(self.model, self.tokenizer, *sizes, on_drawn=bar.update)
+            with rows_drawn_by(self.model, [True], sampler):
+                tokens = engine(rows, seed)
+        texts = completion_texts(self.tokenizer, self.prompts[places]["prompt"], rows, tokens)
+        return tokens, texts, self.rewards(places, tokens, texts)
 
-    completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
-    count = min(len(prompts), args.num_samples // completions)
-    chosen = prompts.shuffle(seed=args.seed).select(range(count))
-    rows = [place for place in range(count) for _ in range(completions)]
-    ids = prompt_tokens(tokenizer, chosen["prompt"][:], args.chat_template_kwargs)
-    check_prompt_lengths(ids, chosen["prompt"][:], model.config, args.max_completion_length)
-    end = set(end_tokens(model, tokenizer))
-    spent = 0.0
+    def rewards(self, places: list[int], tokens: list[list[int]], texts: list[str]) -> np.ndarray:
+        """Rewards of completions; NaN where there is none."""
+        from ..evaluation._generation import evaluate_rewards
 
-    def reward(places: list[int], texts: list[str], tokens: list[list[int]]) -> np.ndarray:
-        nonlocal spent
-        columns = chosen[places]
+        columns, (name, function) = self.prompts[places], self.reward
         asked = columns.pop("prompt")
-        start = time.perf_counter()
-        given = evaluate_rewards({name: function}, asked, texts, tokens, columns, args.batch_size)[name]
-        spent += time.perf_counter() - start
+        given = evaluate_rewards({name: function}, asked, texts, tokens, columns, self.args.batch_size)[name]
         return np.array([np.nan if value is None else value for value in given])
 
-    prompt_ids = [ids[place] for place in rows]
+    def log_p(self, places: list[int], tokens: list[list[int]], sampler: Any) -> np.ndarray:
+        """Log-probabilities of completions, in nats."""
+        from ..evaluation.log_probs import completion_log_probs
+
+        rows = [self.ids[place] for place in places]
+        return completion_log_probs(self.model, rows, tokens, self.args.batch_size, sampler=sampler)[0].numpy()
+
+
+def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]) -> Measured:
+    """Draws, rewards and scores samples of the policy, and extra ones."""
+    from ..evaluation._generation import end_tokens
+    from ..generation._samplers import POLICY
+
+    completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
+    chosen = prompts.shuffle(seed=args.seed).select(range(min(len(prompts), args.num_samples // completions)))
+    policy = _Policy(args, model, tokenizer, chosen, reward)
+    places = [place for place in range(len(chosen)) for _ in range(completions)]
+    first = min(len(places), completions * math.ceil(LEAST / completions))  # which say how long one takes
+    _say(f"drawing {first} completions of at most {args.max_completion_length} tokens")
     start = time.perf_counter()
-    with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
-        engine = transformers_engine(
-            model, tokenizer, args.max_completion_length, args.batch_size, on_drawn=bar.update
-        )
-        tokens = engine(prompt_ids, args.seed)
-    seconds = (time.perf_counter() - start) / len(rows)
-    texts = completion_texts(tokenizer, chosen[rows]["prompt"], prompt_ids, tokens)
-    rewards = reward(rows, texts, tokens)
-    start = time.perf_counter()
-    completion_log_probs(model, prompt_ids, tokens, args.batch_size)
-    score_seconds, reward_seconds = (time.perf_counter() - start) / len(rows), spent / len(rows)
-    lengths, ended = [len(row) for row in tokens], [bool(row) and row[-1] in end for row in tokens]
-    shaped = (np.reshape(x, (-1, completions)) for x in (rewards, lengths, ended))
-    own = DrawnSamples(*shaped, texts, seconds)
-    places = list(range(min(count, 32)))
+    tokens, texts, rewards = policy.draw(places[:first], args.seed, POLICY)
+    drawn = time.perf_counter() - start
+    policy.log_p(places[:first], tokens, POLICY)
+    scored = (time.perf_counter() - start - drawn) / first
+    if args.minutes is not None:
+        fit = int(60 * args.minutes * SAMPLING * first / drawn)
+        places = places[: max(first, fit // completions * completions)]
+    if len(places) > first:
+        _say(f"drawing {len(places) - first} more, which takes about {_time((len(places) / first - 1) * drawn)}")
+        start = time.perf_counter()
+        more = policy.draw(places[first:], args.seed + 1, POLICY)
+        drawn += time.perf_counter() - start
+        tokens, texts, rewards = tokens + more[0], texts + more[1], np.append(rewards, more[2])
+    seconds = drawn / len(places) + 2 * scored  # by the model and the reference
+    end = set(end_tokens(model, tokenizer))
+    ended = [bool(row) and row[-1] in end for row in tokens]
+    shaped = (np.reshape(x, (-1, completions)) for x in (rewards, [len(row) for row in tokens], ended))
+    few = list(range(min(len(chosen), 32)))
     try:
-        empty = reward(places, [""] * len(places), [[] for _ in places])
+        empty = policy.rewards(few, [[] for _ in few], [""] * len(few))
     except Exception as error:
         if not from_reward(error):
             raise
         empty = None
-    machine = _machine(model, reward_bytes)
-    longest = max(map(len, ids))
-    return Measured(own, empty, len(prompts), longest, reward_seconds, score_seconds, machine)
+    gain = _gain(policy, places, tokens, rewards)
+    return Measured(DrawnSamples(*shaped, texts), empty, len(prompts), model.num_parameters(), seconds, gain)
 
 
-def _machine(model: Any, reward_bytes: int) -> Any:
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    width, heads = config.hidden_size, getattr(config, "num_attention_heads", None) or 1
-    head_size = getattr(config, "head_dim", None) or width // heads
-    device = next(model.parameters()).device
-    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
-    return Machine(
-        parameters=model.num_parameters(),
-        adapter=sum(16 * sum(layer.weight.shape) for layer in linear),
-        layers=config.num_hidden_layers,
-        width=width,
-        inner=getattr(config, "intermediate_size", None) or 4 * width,
-        cache=2 * head_size * (getattr(config, "num_key_value_heads", None) or heads),
-        reward_bytes=reward_bytes,
-        number=4 if device.type == "cpu" else 2,
-        memory=_memory(device),
-        device=device.type,
-    )
-
-
-def _memory(device: Any) -> float | None:
-    """Memory of a device in bytes, `None` if it does not say."""
+def _gain(
+    policy: _Policy, places: list[int], tokens: list[list[int]], rewards: np.ndarray
+) -> tuple[float, float] | None:
+    """
+    The gain of the extra samples that training would draw, with the better of two samplers, and its standard error: the second moment of an
+    estimate of P(bad) from 2n samples of the policy p, over that from n of it and n extra ones, weighed by their mixture m. From bad
+    samples with importance weights w: Σw / Σw·(p / m). `None` if too few are bad to tell.
+    """
     import torch
 
-    try:
-        if device.type == "cpu":
-            return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        return float(torch.get_device_module(device).mem_get_info(device)[1])
-    except (AttributeError, ValueError, OSError):  # not every system and kind of device tells
-        return None
+    from ..generation._samplers import Sampler
+    from ..math.token_effects import TokenEffects, deviations_of, reward_scale
+
+    finite = rewards[np.isfinite(rewards)]
+    if finite.size < 2 or finite.min() == finite.max():
+        return None  # which is refused
+    threshold = policy.args.bad_reward_threshold
+    threshold = bad_threshold_for(finite) if threshold is None else threshold
+    deviations = deviations_of(torch.tensor(rewards), *reward_scale(finite.tolist()))
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in tokens], batch_first=True)
+    mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in tokens])
+    _say("drawing extra samples, as training would, to see whether they find bad outputs")
+    halves = np.array_split(np.arange(len(places)), 2)
+    finds: list[list[np.ndarray]] = [[], []]  # w and p / m, by sampler
+    for number, half in enumerate(halves):
+        effects = TokenEffects(policy.model.config.get_text_config().vocab_size)
+        other = halves[1 - number]  # effects are learned from what does not judge them
+        known = deviations[other] - deviations[other].nanmean()
+        effects.sums += TokenEffects.of(ids[other], mask[other].long(), known, effects.sums.size(1)).double()
+        for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=effects.biases()[1]))):
+            asked = [places[i] for i in half[kind::4]]
+            more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)
+            found = [(places[i], tokens[i]) for i in half if rewards[i] < threshold]
+            found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if r < threshold]
+            if found:
+                at, rows = (list(each) for each in zip(*found, strict=True))
+                ratio = np.exp(policy.log_p(at, rows, sampler) - policy.log_p(at, rows, Sampler()))  # q / p
+                share = len(half) / (len(half) + len(asked))
+                finds[kind].append(np.stack([1 / (share + (1 - share) * ratio), 2 / (1 + ratio)]))
+    gains = []
+    for of_kind in finds:
+        w, ratio = np.concatenate([*of_kind, np.empty((2, 0))], axis=1)
+        if w.size >= FINDS:
+            gain = w.sum() / (w @ ratio)
+            gains.append((float(gain), float(np.sqrt(((w - gain * w * ratio) ** 2).sum()) / (w @ ratio))))
+    return max(gains, default=None)
+
+
+def _measure_updates(
+    args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
+) -> Updates:
+    """Trains with the suggested settings for two updates in each precision, of as many prompts as do not take long."""
+    n = found.values["num_generations"]
+    most = found.values["train_batch_size"] // n
+    aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
+    count = largest_divisor(most, aim / (3 * n * measured.seconds))
+    while True:
+        try:
+            seconds = {}
+            for precision in ("float32", "bfloat16"):
+                _say(f"training for two updates of {count * n} completions and as many extra ones in {precision}")
+                seconds[precision] = _train(args, found, prompts, function, count, precision == "bfloat16")
+            return Updates(count, seconds, *_device())
+        except Exception as error:
+            import torch
+
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            if count == 1:
+                remedy = "a smaller model, or ZeRO-3" if args.use_peft else "`--use_peft`, or ZeRO"
+                raise ValueError(
+                    f"The memory of this device is too small to train on {n} completions at a time; try {remedy} on several devices."
+                ) from error
+            count = largest_divisor(most, count / 2)
+
+
+def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: Any, count: int, bf16: bool) -> float:
+    """Seconds of an update of `count` prompts."""
+    import torch
+    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+    from trl import ModelConfig, get_peft_config
+
+    from ..configs import RePULSeConfig
+    from ..trainers import RePULSeTrainer
+
+    class Clock(TrainerCallback):
+        seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.start)
+
+    values = {name: value for name, value in found.values.items() if name != "train_batch_size"}
+    size = count * found.values["num_generations"]
+    more = {"chat_template_kwargs": args.chat_template_kwargs, "trust_remote_code": args.trust_remote_code}
+    with tempfile.TemporaryDirectory() as folder:
+        config = RePULSeConfig(
+            output_dir=folder,
+            per_device_train_batch_size=size,
+            max_steps=2,
+            bf16=bf16,
+            use_cpu=not torch.accelerator.is_available(),
+            seed=args.seed,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            **values,
+            **more,
+        )
+        adapter = get_peft_config(ModelConfig(**ADAPTER)) if args.use_peft else None
+        dataset = prompts.repeat(-(-count // len(prompts)))
+        trainer = RePULSeTrainer(args.model, function, config, dataset, peft_config=adapter)
+        for callback in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(callback)
+        clock = Clock()
+        trainer.add_callback(clock)
+        trainer.train()
+    return min(clock.seconds)
+
+
+def _device() -> tuple[str, float | None]:
+    """Kind of the device, and the most memory that this process has had there, in bytes; on a CPU the system does not say it alike."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return "cpu", None
+    return torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
+
+
+def largest_divisor(number: int, most: float) -> int:
+    """The largest divisor that is at most `most`, or 1."""
+    return max((each for each in range(1, number + 1) if number % each == 0 and each <= most), default=1)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -342,7 +475,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "output_dir": "out",
     }
     if args.use_peft:
-        values |= {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
+        values |= ADAPTER
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -368,7 +501,6 @@ def suggest_settings(
     measured: Measured,
     *,
     max_completion_length: int,
-    max_steps: int = UPDATES,
     use_peft: bool = False,
     bad_reward_threshold: float | None = None,
 ) -> Suggestion:
@@ -394,19 +526,18 @@ def suggest_settings(
         "logits of tokens raised that lower the reward, whichever finds bad outputs most often as training goes on.",
     )
     _length(found, own, max_completion_length)
-    prompts = _counts(found, measured, share)
+    _counts(found, measured, share)
     _weights(found, own.rewards, rewards, threshold)
-    _learning_rate(found, measured.machine.parameters, use_peft)
-    _batch(found, measured, prompts, use_peft)
-    reason = "Rule of thumb: as many updates as the published setting 1; the held-out worlds had 160 and 640."
-    found.set("max_steps", max_steps, reason if max_steps == UPDATES else "The value is yours.")
-    reason = "Rule of thumb: as in the held-out worlds, and no more than an eighth of the updates."
-    found.set("warmup_steps", min(WARM_UP, max_steps // 8), reason)
+    _learning_rate(found, measured.parameters, use_peft)
     found.notes["other methods"] = (
         "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
         "standard deviation within a prompt, and `alpha` and `beta`, which are in units of the reward, would no longer fit."
     )
-    found.notes["time"] = _hours(measured, prompts * found.values["num_generations"], max_steps, share)
+    if measured.gain is not None and sum(measured.gain) <= MOST:
+        found.warnings.append(
+            f"Use REINFORCE (`trl-repulse reinforce` takes this file too): extra samples gain nothing here. Measured: one is worth about "
+            f"{measured.gain[0]:.2g} of the policy's own in an estimate of P(bad), and costs as much."
+        )
     return found
 
 
@@ -500,8 +631,8 @@ def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
     found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
 
-def _counts(found: Suggestion, measured: Measured, share: float) -> int:
-    """Sets N, and returns the prompts of an update."""
+def _counts(found: Suggestion, measured: Measured, share: float) -> None:
+    """Sets N and the batch."""
     completions = 5 if measured.num_prompts >= 10 else math.ceil(50 / measured.num_prompts)
     reason = "As in the held-out worlds and the published setting 1. As many extra samples come on top."
     if completions != 5:
@@ -516,7 +647,6 @@ def _counts(found: Suggestion, measured: Measured, share: float) -> int:
         f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * each:.0f} samples of an update "
         "or more will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
     )
-    return prompts
 
 
 def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
@@ -557,61 +687,75 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     )
 
 
-def _batch(found: Suggestion, measured: Measured, prompts: int, use_peft: bool) -> None:
-    """Sets the micro-batch, and estimates memory."""
-    machine, n, have = measured.machine, found.values["num_generations"], measured.machine.memory
-    fixed = _fixed_memory(machine, use_peft)
-    tokens = measured.prompt_tokens + found.values["max_completion_length"]
-    # An own and an extra completion: inputs of all layers, which checkpointing keeps, and one layer whole. The factors of the latter
-    # are those at which the formula without checkpointing gives what was measured on an H100 (benchmarks/notes/shared_prompts.md)
-    a_row = 2 * tokens * machine.number * ((machine.layers + 20) * machine.width + 8 * machine.inner)
-    cache = 2 * prompts * n * tokens * machine.layers * machine.cache * machine.number
-    sizes = [n * k for k in range(prompts, 0, -1) if prompts % k == 0]
-    size = next((size for size in sizes if have is None or sum(fixed.values()) + size * a_row <= 0.8 * have), n)
-    need = sum(fixed.values()) + max(size * a_row, cache)
-    passes = prompts * n // size
-    reason = f"Whole prompts, in {passes} passes to an update." if passes > 1 else "An update in one pass."
-    fits = have is not None and need <= have
-    reason += " By the estimate of memory below." if fits else ""
-    found.set("per_device_train_batch_size", size, reason)
-    parts = ", ".join(f"{name} {_gib(value)}" for name, value in fixed.items() if value)
-    found.notes["memory"] = (
-        f"{_gib(need)}: {parts}, and the larger of {_gib(size * a_row)} (activations of a pass) and {_gib(cache)} (keys and values "
-        "while sampling). Weights are counted, with TRL's defaults: float32, Adam, gradient checkpointing. Activations may be off by a "
-        f"factor of 2, and a reward that is a function or a server is not counted.{'' if have is None else f' This device has {_gib(have)}.'}"
+def plan(
+    found: Suggestion,
+    measured: Measured,
+    updates: Updates,
+    max_steps: int | None = None,
+    minutes: float | None = None,
+) -> None:
+    """
+    Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
+    `ValueError` if no update fits.
+    """
+    n, usual = found.values["num_generations"], "float32" if updates.device == "cpu" else "bfloat16"
+    other = next(name for name in updates.seconds if name != usual)
+    precision = other if updates.seconds[usual] > CLEARLY * updates.seconds[other] else usual
+    a_prompt = updates.seconds[precision] / updates.prompts
+    prompts = found.values["train_batch_size"] // n
+    fits = None
+    if minutes is not None:
+        time = 60 * minutes * (1 - EVALUATION)
+        fewer = [prompts, *(each for each in (40, 30, 20, 10, 5) if each < prompts)]
+        prompts = next((each for each in fewer if time >= FEW * each * a_prompt), fewer[-1])
+        fits = min(int(time / (prompts * a_prompt)), UPDATES)
+        if not fits:
+            raise ValueError(
+                f"An update of {prompts * n} completions takes {_time(prompts * a_prompt)}, too long for `--minutes {minutes:g}`; give "
+                f"{math.ceil(10 * prompts * a_prompt / 60 / (1 - EVALUATION))} or more."
+            )
+        if prompts < fewer[0]:
+            reason = f"Completions of an update: {n} of each of {prompts} prompts, so that {FEW} updates fit, as in the shortest runs of the "
+            found.set("train_batch_size", prompts * n, f"{reason}held-out worlds, or as many as can.")
+    rates = " and ".join(f"{value:.2g} s in {name}" for name, value in updates.seconds.items())
+    found.set(
+        "bf16",
+        precision == "bfloat16",
+        f"Measured: an update of {updates.prompts * n} completions and as many extra ones took {rates}.",
     )
-    if have is not None and need > have:
-        remedy = (
-            "a smaller model, or ZeRO-3 on several devices" if use_peft else "`--use_peft`, or ZeRO on several devices"
-        )
-        found.warnings.append(
-            f"Training needs about {_gib(need)} of memory, and this device has {_gib(have)}. Try {remedy}."
-        )
+    size = largest_divisor(prompts, updates.prompts) * n
+    memory = "" if updates.memory is None else f", in {updates.memory / 2**30:.2g} GiB of memory"
+    passes = f" in {prompts * n // size} passes" if size < prompts * n else ""
+    reason = f"Measured: {updates.prompts * n} completions of a pass fit on this device ({updates.device}){memory}. An update{passes} is the same."
+    found.set("per_device_train_batch_size", size, reason)
+    steps = fits or max_steps or UPDATES
+    reason = "Rule of thumb: as many updates as the published setting 1; the held-out worlds had 160 and 640."
+    reason = "The value is yours." if max_steps else f"As many as fit into {minutes:g} minutes." if fits else reason
+    found.set("max_steps", steps, reason)
+    reason = "Rule of thumb: as in the held-out worlds, and no more than an eighth of the updates."
+    found.set("warmup_steps", min(WARM_UP, steps // 8), reason)
+    found.notes["time"] = (
+        f"about {_time(steps * prompts * a_prompt)} for {steps} updates of {_time(prompts * a_prompt)}, as measured."
+    )
+    if minutes is not None:
+        _evaluation(found, measured, int(60 * minutes * EVALUATION / 2 / measured.seconds), steps)
 
 
-def _fixed_memory(machine: Machine, use_peft: bool) -> dict[str, float]:
-    trained = machine.adapter if use_peft else machine.parameters
-    return {
-        "weights": 4 * machine.parameters + (4 * trained if use_peft else 0),
-        "copies in bf16": 2 * machine.parameters if machine.number == 2 else 0,
-        "gradients": 4 * trained,
-        "Adam": 8 * trained,
-        "reference": 0 if use_peft else 4 * machine.parameters,
-        "reward model": machine.reward_bytes,
-    }
-
-
-def _hours(measured: Measured, completions: int, updates: int, bad: float) -> str:
-    own = measured.own.seconds
-    drawing = 2 * completions * (own + measured.reward_seconds)
-    # Forward, recomputed forward, and a backward pass of two for own samples and bad extra ones; the reference's for the own
-    passes = 4 * (1 + bad) + 1
-    training = completions * measured.score_seconds * passes
-    return (
-        f"{_time(updates * (drawing + training))} for {updates} updates on this device ({measured.machine.device}). Measured: {own:.2g} s to "
-        f"draw a completion and {measured.reward_seconds:.2g} s to reward it, hence {_time(drawing)} for the "
-        f"{2 * completions} of an update. Rule of thumb: {_time(training)} of training, {passes:.1f} forward passes ({measured.score_seconds:.2g} s, "
-        "measured) for each own completion with its extra one, which is read if it is bad. Larger batches than those of these samples take less time."
+def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
+    """Notes what evaluation fits, of `count` completions of the policy before and after training, and what it can show."""
+    rewards = measured.own.rewards[np.isfinite(measured.own.rewards)]
+    p = float((rewards < found.values["bad_reward_threshold"]).mean())
+    each = max(1, count // measured.num_prompts)
+    found.notes["evaluation"] = (
+        f"{count:,} completions before training and {count:,} after it: `trl-repulse evaluate`, with this file as `--config`, another "
+        f"folder and `--model out` after training, {count // each} prompts and `--num_samples {each}`; then `trl-repulse compare`."
+    )
+    # A difference of 2.8 standard errors is seen four times of five
+    lowest = [q for q in np.linspace(0, p, 201)[:-1] if p - q >= 2.8 * math.sqrt((p * (1 - p) + q * (1 - q)) / count)]
+    shown = f"that P(bad) falls from {p:.2g} to {max(lowest):.2g} or less" if lowest else "no fall of P(bad)"
+    few = f" Rule of thumb: P(bad) has hardly moved by update {steps}; {FEW} are few." if steps < FEW else ""
+    found.notes["what this can show"] = (
+        f"{shown}, and that the reward changes by {2.8 * rewards.std() * math.sqrt(2 / count):.2g} or more (four times of five).{few}"
     )
 
 
@@ -637,10 +781,6 @@ def _count(number: float) -> str:
         (f"{number / size:.3g}{unit}" for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= size),
         f"{number:g}",
     )
-
-
-def _gib(value: float) -> str:
-    return f"{value / 2**30:.2g} GiB" if value >= 2**30 / 10 else f"{value / 2**20:.2g} MiB"
 
 
 def _time(seconds: float) -> str:

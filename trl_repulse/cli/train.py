@@ -94,6 +94,11 @@ def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     return {flag: action for action in actions for flag in action.option_strings if flag.startswith("--")}
 
 
+def launcher_names() -> list[str]:
+    """Names of the launcher's flags, which the file of `--config` may have too."""
+    return [*(flag.removeprefix("--") for flag in _options(launch_command_parser())), "accelerate_config"]
+
+
 if __name__ == "__main__":
     try:
         from .methods import train
@@ -101,5 +106,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("Interrupted.")
 
-    names = [flag.removeprefix("--") for flag in _options(launch_command_parser())]
-    main_or_exit(lambda: train(sys.argv[1], sys.argv[2:], [*names, "accelerate_config"]))
+    main_or_exit(lambda: train(sys.argv[1], sys.argv[2:], launcher_names()))

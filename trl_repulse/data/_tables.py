@@ -49,7 +49,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
             ) from error
         if fields is None:
             break
-        if not fields:  # an empty line
+        if not any(fields):  # an empty line, or a row of commas, as spreadsheets add
             continue
         if not header:
             header = fields

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .records import SampleSet, load_samples
+from .records import SampleSet, load_samples, readable
 
 
 if TYPE_CHECKING:
@@ -122,14 +122,13 @@ def read_scored(path: str | Path, column: str = "reward") -> Scored:
 
 def scored_samples(samples: SampleSet, column: str = "reward") -> Scored:
     """The completions of held-out samples. Raises `ValueError` if the column holds no finite numbers."""
-    texts = samples.table["prompt"].to_pylist(), samples.table["completion"].to_pylist()
-    return Scored(*texts, samples.column(column), column=column)
+    prompts = [prompt for prompt in samples.prompts for _ in range(samples.num_samples)]
+    return Scored(prompts, samples.table["completion"].to_pylist(), samples.column(column), column=column)
 
 
 def scored_draws(prompts: list[Any], sample: "MixtureSample", texts: list[list[str]]) -> Scored:
     """The completions of [`~trl_repulse.evaluation.rare.sampling.Draws`]: P prompts, and N texts of each."""
-    shown = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in prompts]
-    repeated = [prompt for prompt, of_prompt in zip(shown, texts, strict=True) for _ in of_prompt]
+    repeated = [readable(prompt) for prompt, of_prompt in zip(prompts, texts, strict=True) for _ in of_prompt]
     completions = [text for of_prompt in texts for text in of_prompt]
     return Scored(repeated, completions, sample.rewards.double().cpu().numpy(), sample)
 
@@ -259,10 +258,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if missing:
         raise ValueError(f"`{path}` has no column `{missing[0]}`; keep all columns that `trl-repulse audit` wrote.")
     for number, row in enumerate(rows, 1):
+        row["row"] = str(number)
+    rows = [row for row in rows if any(row[name] for name in COLUMNS)]  # spreadsheets add rows of commas
+    for row in rows:
         row["label"] = row["label"].strip().lower().removesuffix(".0")  # of programs that read numbers
         if row["label"] and row["label"] not in LABELS:
             raise ValueError(
-                f"Row {number} of `{path}` has the `label` {row['label']!r}; write 1 (truly bad), 0, or nothing."
+                f"Row {row['row']} of `{path}` has the `label` {row['label']!r}; write 1 (truly bad), 0, or nothing."
             )
     if not any(row["label"] for row in rows):
         raise ValueError(f"`{path}` has no labels; write 1 (truly bad) or 0 into its column `label`.")
@@ -291,8 +293,8 @@ def read_labels(path: Path, scored: Scored) -> Labels:
     labelled, truly_bad, unlabelled = [0, 0, 0], [0, 0, 0], 0
     places: set[int] = set()
     seen: dict[tuple[str, str], bool] = {}
-    for number, row in enumerate(read_rows(path), 1):
-        where = f"Row {number} of `{path}`"
+    for row in read_rows(path):
+        where = f"Row {row['row']} of `{path}`"
         if (row["samples"], row["column"]) != (identity, scored.column):
             raise ValueError(
                 f"{where} belongs to other samples (`{row['samples']}`, column `{row['column']}`) than these (`{identity}`, "

@@ -20,6 +20,7 @@ from ..data._tables import read_json_lines
 from ..data._texts import completion_tokens
 from ..generation._batches import batches, padded_outputs
 from ..generation._probe import probe
+from ..generation._samplers import POLICY, Sampler
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._generation import prompt_text, prompt_tokens
@@ -32,6 +33,7 @@ def completion_log_probs(
     completion_ids: Sequence[Sequence[int]],
     batch_size: int = 32,
     progress: bool = False,
+    sampler: Sampler = POLICY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Log-probability of each of B completions after its prompt, and the summed entropy of the next-token distributions.
@@ -47,6 +49,7 @@ def completion_log_probs(
         batch_size (`int`, *optional*, defaults to `32`):
             Completions per pass; each takes 12·T·V bytes beside the model and its activations.
         progress (`bool`, *optional*, defaults to `False`): Whether to show a progress bar.
+        sampler ([`~trl_repulse.generation._samplers.Sampler`], *optional*): What drew, if not the model as it is.
 
     Returns:
         `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU: log-probabilities, and sums of the
@@ -64,7 +67,7 @@ def completion_log_probs(
     with in_mode(model, training=False), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
         for chosen in batches(prompt_ids, batch_size, equal):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
-            log_prob[chosen], entropy[chosen] = _score(model, *rows)
+            log_prob[chosen], entropy[chosen] = _score(model, *rows, sampler)
             bar.update(len(chosen))
     if bool(log_prob.isnan().any()):
         raise ValueError("The model gives log-probabilities that are not numbers; check its weights and precision.")
@@ -72,7 +75,7 @@ def completion_log_probs(
 
 
 def _score(
-    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], sampler: Sampler
 ) -> tuple[torch.Tensor, ...]:
     """Log-probabilities and entropies of one batch, each (B,)."""
     device = next(model.parameters()).device
@@ -88,7 +91,7 @@ def _score(
         mask[row, span] = 1
     ids, mask = ids.to(device), mask.to(device)
     logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits
-    log_p = logits[:, :-1].float().log_softmax(dim=-1)  # (B, T, V)
+    log_p = sampler(logits[:, :-1].float()).log_softmax(dim=-1)  # (B, T, V)
     counted = mask[:, -width:] == 0
     token = log_p.gather(-1, ids[:, -width:].unsqueeze(-1)).squeeze(-1)  # (B, T)
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0

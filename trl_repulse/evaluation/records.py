@@ -211,8 +211,10 @@ class SampleSet:
 
     @cached_property
     def prompts(self) -> list[str]:
-        """The P prompts, as text."""
-        return self.table["prompt"].to_pylist()[:: self.num_samples]
+        """The P prompts, as a person reads them."""
+        if "messages" not in self.table.column_names:
+            return self.table["prompt"].to_pylist()[:: self.num_samples]
+        return [readable(json.loads(each)) for each in self.table["messages"].to_pylist()[:: self.num_samples]]
 
     @property
     def conditions(self) -> str:
@@ -249,6 +251,16 @@ class SampleSet:
                 "or read another column."
             )
         return values.reshape(-1, self.num_samples)
+
+
+def readable(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt as a person reads it: text, the user's only message, or all messages with their roles; without a chat template."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        return prompt[0]["content"]
+    contents = [each.get("content") or json.dumps(each.get("tool_calls"), ensure_ascii=False) for each in prompt]
+    return "\n\n".join(f"{each['role']}: {content}" for each, content in zip(prompt, contents, strict=True))
 
 
 def load_samples(folder: str | Path) -> SampleSet:

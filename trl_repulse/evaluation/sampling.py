@@ -4,6 +4,7 @@ Held-out sampling: draws, rewards and scores completions, and writes them to a f
 Legend: P prompts, N completions per prompt, F reward functions.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -164,7 +165,7 @@ def sample_completions(
     launch`.
 
     The rows, prompt by prompt, have these columns: `prompt_index`, `sample_index`, `prompt` (as the model reads it),
-    `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
+    `messages` (JSON, of conversations), `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
     `log_prob` and `entropy` (in nats, see [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME`
     for each reward function, `reward` (their weighted sum, missing if no function gave one) and `return` (reward −
     beta·kl). With a reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative);
@@ -341,6 +342,8 @@ def _shard_table(
         "entropy": _numbers(entropy),
     }
     columns |= {f"rewards/{name}": _numbers(row) for name, row in zip(functions, per_function, strict=True)}
+    if not isinstance(prompts[0], str):
+        columns["messages"] = pa.array([json.dumps(prompt, ensure_ascii=False) for prompt in prompts], pa.string())
     kl = torch.zeros_like(reward)
     if reference is not None:
         log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)

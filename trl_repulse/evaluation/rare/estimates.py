@@ -73,6 +73,11 @@ class Diagnostics:
         return len(self.counts) > 1 and self.efficiency < MIN_EFFICIENCY and self.expected < ENOUGH_OF_THE_POLICYS
 
     @property
+    def _needed(self) -> float:
+        """Bad outputs that must be expected among the policy's own draws."""
+        return ENOUGH_OF_THE_POLICYS if self._distant else 3 / MAX_UNSEEN_SHARE
+
+    @property
     def contradicted(self) -> bool:
         """Whether the samples contradict themselves, so that not even a bound holds."""
         return self.normalization_error > MAX_ERROR or self.halves_error > MAX_ERROR
@@ -97,12 +102,13 @@ class Diagnostics:
         if self.unseen_share > MAX_UNSEEN_SHARE:
             found.append(
                 f"The other components may miss bad outputs: about {plain(self.expected, 2)} bad outputs are to be expected among the policy's own "
-                f"draws, and {3 / MAX_UNSEEN_SHARE:.0f} are needed. Up to {self.unseen_share:.0%} of the probability could be missing."
+                f"draws, and {self._needed:.0f} are needed. Up to {self.unseen_share:.0%} of the probability could be missing."
             )
         if self._distant:
             found.append(
-                f"The other components are far from the policy's bad outputs: one draw is worth {plain(self.efficiency, 2)} of them, and "
-                f"{MIN_EFFICIENCY:g} are needed."
+                f"The other components are far from the policy's bad outputs: one draw is worth {plain(self.efficiency, 2)} of them. Under "
+                f"{MIN_EFFICIENCY:g}, {self._needed:.0f} are needed among the policy's own draws, and about {plain(self.expected, 2)} are to be "
+                "expected."
             )
         if len(self.counts) == 2:
             found.append("There is only one proposal. It cannot show which bad outputs it neglects.")
@@ -125,7 +131,7 @@ class Diagnostics:
         uneven = self.variance_ess < MIN_VARIANCE_ESS
         wanted = 0.0
         if self.unseen_share > MAX_UNSEEN_SHARE or self._distant:
-            wanted = max(enough, ENOUGH_OF_THE_POLICYS if self._distant else 0.0)
+            wanted = max(enough, self._needed)
         if uneven and (self.own_share > 0.5 or not others):
             more = self.expected * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0))
             wanted = max(wanted, more or enough)
@@ -135,7 +141,10 @@ class Diagnostics:
             draws = self._policy_draws(wanted)
             if draws <= AFFORDABLE * own:
                 times = math.ceil(draws / own)
-                steps.append(f"Draw {draws:,} completions a prompt from the policy, {times} times as many as now.")
+                steps.append(
+                    f"Draw {draws:,} completions a prompt from the policy, {times} times as many as now: about {wanted:.0f} bad outputs are "
+                    "then to be expected."
+                )
                 if self._distant:
                     fewer = self._policy_draws(enough)
                     also = f"; draw {fewer:,} completions a prompt from the policy" if fewer > own else ""

@@ -18,6 +18,8 @@ from functools import cached_property
 
 import torch
 
+from .counts import check_counts
+
 
 @dataclass(frozen=True)
 class MixtureSample:
@@ -97,12 +99,6 @@ class MixtureSample:
     def prompt(self, index: int) -> "MixtureSample":
         """The completions of one prompt, with P = 1."""
         return MixtureSample(self.rewards[index : index + 1], self.log_density[index : index + 1], self.counts)
-
-
-def check_counts(counts: Sequence[int]) -> None:
-    """Raises `ValueError` unless each component, the policy first, drew none or at least 2 completions, and one drew some."""
-    if any(n < 0 or n == 1 for n in counts) or not sum(counts):
-        raise ValueError(f"`counts={tuple(counts)}` must be 0 or at least 2 for each component, and not all 0.")
 
 
 def join_parts(one: torch.Tensor, other: torch.Tensor, of_one: Sequence[int], of_other: Sequence[int]) -> torch.Tensor:

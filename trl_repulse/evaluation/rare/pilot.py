@@ -22,25 +22,25 @@ from ...math.token_effects import TILTS, TokenEffects, deviations_of, reward_sca
 from .._generation import Prompt
 from ..tails import check_share
 from .components import Component
+from .counts import OF_POLICY, OF_REFERENCE, pilot_counts
 from .estimates import weighted_quantile, widened
 from .mixture import MixtureSample
 from .sampling import Draws, draw
 
 
 LEAST_OF_THE_POLICY = 0.5  # share of the completions
-FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
 _STEPS = 200
 _LEARNED_AT = 1.6  # temperature of half of the first pilot
 
 
 def policy_components(policy: Any, reference: Any = None) -> dict[str, Component]:
     """What finds bad outputs of a policy, a model, without a proposal; `reference` is the model before training."""
-    found = {f"policy at temperature {t:g}": Component(policy, temperature=t) for t in (1.3, 1.6, 2.0)}
-    for temperature, tokens in ((2.0, 1), (4.0, 1), (2.0, 3)):
-        name = f"policy, first {tokens} at temperature {temperature:g}"
+    found = {}
+    for temperature, tokens in OF_POLICY:
+        name = f"policy{'' if tokens is None else f', first {tokens}'} at temperature {temperature:g}"
         found[name] = Component(policy, temperature=temperature, tokens=tokens)
     if reference is not None:
-        for share, temperature in ((0.5, 1.0), (1.0, 1.0), (0.5, 1.3), (1.0, 1.6)):
+        for share, temperature in OF_REFERENCE:
             name = "reference" if share == 1 else "between policy and reference"
             name += "" if temperature == 1 else f", temperature {temperature:g}"
             found[name] = Component(reference, share=share, temperature=temperature)
@@ -100,17 +100,6 @@ def draw_by_pilot(
     counts = choose_counts(pilot.sample, num_samples - 2 * first - sum(counts), thresholds, levels)
     broadcast_object_list(counts)
     return pilot.joined(drawn(parts, counts, 2)), names
-
-
-def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
-    """Completions of each prompt from each of the first pilot's two components, and from each of the second's, the policy first."""
-    first, each = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
-    if 2 * first + 2 * each * others > num_samples / 2:
-        raise ValueError(
-            f"`num_samples={num_samples}` is too low for a pilot of {others + 1} components; give at least {10 * others} completions a "
-            "prompt, or draw without a pilot (`--num_proposal_samples`)."
-        )
-    return first, [each * others, *[each] * others]
 
 
 def raised_tokens(draws: Draws, vocabulary: int) -> list[torch.Tensor]:

@@ -39,7 +39,8 @@ from .._generation import (
 )
 from ..tails import check_sizes
 from .components import Component, drawn_by
-from .mixture import MixtureSample, check_counts, join_parts
+from .counts import check_counts
+from .mixture import MixtureSample, join_parts
 
 
 Reward = Callable[..., Any]

@@ -1,0 +1,148 @@
+"""One vocabulary: arguments have training's names in all commands, and commands take what they need from a training command's file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from trl_repulse.cli import arguments
+from trl_repulse.cli._fields import OF_TRAINING, SYNONYMS
+from trl_repulse.cli.arguments import all_names
+from trl_repulse.cli.main import COMMANDS, build_parser, main
+from trl_repulse.evaluation.records import load_samples, read_header
+
+from ..evaluation_support import write_samples
+
+
+def options(command):
+    parser = build_parser(command)
+    (commands,) = (each for each in parser._actions if each.dest == "command")
+    return [{name.removeprefix("--") for name in each.option_strings} for each in commands.choices[command]._actions]
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"gcg"}))
+def test_an_argument_has_all_of_its_names_in_every_command(command):
+    for names in options(command):
+        for synonyms in SYNONYMS:
+            assert names.isdisjoint(synonyms) or names == {*synonyms} or "confidence" in names
+
+
+def test_the_first_name_is_that_of_training():
+    assert all_names() >= OF_TRAINING and all_names() >= {first for first, *_ in SYNONYMS} - {"output"}
+    for command in ("evaluate", "rare-events", "attacks", "suggest"):
+        assert set().union(*options(command)) >= OF_TRAINING - (
+            {"model_revision"} if command in ("rare-events", "suggest") else set()
+        )
+
+
+@pytest.fixture
+def config(tmp_path, model_dirs, monkeypatch):
+    """The file of a run, with much that only training reads."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "the cat"}\n{"text": "fish"}\n')
+    (tmp_path / "held_out.jsonl").write_text('{"text": "the dog"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def reward(completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
+    )
+    settings = {
+        "model_name_or_path": model_dirs["gpt2"],
+        "reward_type": "mine.py:reward",
+        "dataset_name": "prompts.jsonl",
+        "prompt_column": "text",
+        "max_completion_length": 2,
+        "bad_reward_threshold": -1.0,
+        # `beta` and `proposal` mean other things there
+        **{"output_dir": "out", "max_steps": 3, "beta": 0.2, "proposal": "hot_policy", "seed": 5, "num_processes": 1},
+    }
+
+    def write(**more):
+        (tmp_path / "repulse.yaml").write_text(yaml.safe_dump(settings | more))
+        return ["--config", "repulse.yaml"]
+
+    return write
+
+
+def test_evaluate_takes_the_file_of_training(config, tmp_path, capsys):
+    assert main(["evaluate", "samples", *config(), "--num_samples", "8"]) == 0
+    assert "| P(r < -1) |" in capsys.readouterr().out
+    header = read_header(tmp_path / "samples")
+    assert (header["settings"]["max_completion_length"], header["settings"]["beta"]) == (2, 0)
+    assert load_samples("samples").prompts == ["the cat", "fish"]
+    held_out = ["evaluate", "held", *config(eval_dataset_name="held_out.jsonl"), "--num_samples", "4"]
+    assert main([*held_out, "--threshold", "-2"]) == 0
+    assert load_samples("held").prompts == ["the dog"]  # and not what was trained on
+    assert "| P(r < -2) |" in (out := capsys.readouterr().out) and "P(r < -1)" not in out
+
+
+def test_rare_events_and_attacks_take_the_file_of_training(config, model_dirs, capsys):
+    few = ["--num_samples", "20", "--num_proposal_samples", "0", "--output", "rare.json"]
+    assert main(["rare-events", *config(), *few]) == 0
+    settings = json.load(open("rare.json"))["settings"]
+    assert settings["policy"] == model_dirs["gpt2"] and settings["proposal"] == [] and settings["seed"] == 0
+    assert main(["rare-events", model_dirs["llama"], *config(), *few]) == 0
+    assert json.load(open("rare.json"))["settings"]["policy"] == model_dirs["llama"]
+    assert main(["attacks", "answers", *config(), "--num_samples", "2"]) == 0
+    assert "prompt" in capsys.readouterr().out
+
+
+def test_audit_takes_the_threshold(config, tmp_path, capsys):
+    write_samples(tmp_path / "samples", [[-2.0, 0.0] * 20])
+    assert main(["audit", "samples", "labels.csv", "--draw", "8", *config()]) == 0
+    path = tmp_path / "labels.csv"
+    path.write_text(path.read_text(encoding="utf-8-sig").replace(",,samples-", ",0,samples-"))
+    assert main(["audit", "samples", "labels.csv", *config()]) == 0
+    capsys.readouterr()
+    assert main(["audit", "samples", "labels.csv", "--threshold", "-1.5"]) == 1
+    assert "`--threshold -1.5` is not that of the labels, -1; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate samples", "audit samples", "rare-events", "attacks out", "compare a b"])
+def test_a_wrong_name_in_the_file_is_refused(config, tmp_path, capsys, command):
+    assert main([*command.split(), *config(max_step=3)]) == 1
+    assert (
+        "`repulse.yaml` has `max_step`, which is no argument; remove it. Did you mean `max_steps`?"
+        in capsys.readouterr().err
+    )
+    assert main([*command.split(), *config(num_samples=3)]) == 1  # an argument of some, but not of training
+    assert "has `num_samples`, which is no argument" in capsys.readouterr().err
+    (tmp_path / "own.yaml").write_text("bad_reward_threshold: -1\nthreshold: -2\n")
+    assert main([*command.split(), "--config", "own.yaml"]) == 1
+    assert "has `bad_reward_threshold` and `threshold`, which are one argument; keep one" in capsys.readouterr().err
+
+
+def test_a_wrong_flag_is_refused_before_the_file_needs_trl(config, capsys, monkeypatch):
+    monkeypatch.setattr(arguments, "all_names", lambda: pytest.fail("TRL was asked"))
+    with pytest.raises(SystemExit):
+        main(["evaluate", "samples", *config(), "--num_sample", "3"])
+    assert "Did you mean `--num_samples`?" in capsys.readouterr().err
+
+
+def test_a_command_without_such_arguments_takes_no_file_of_training(config, capsys):
+    assert main(["merge", *config()]) == 1
+    assert "`repulse.yaml` has `bad_reward_threshold`, which is no argument" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "rare-events a --prompts b --max_completion_length 3 --threshold 1 --num_samples 48",
+            "`num_samples=48` is too low",
+        ),
+        ("rare-events a --prompts b --max_completion_length 3 --threshold nan", "`--threshold nan` must be a number"),
+        ("evaluate s --model a --prompts b --num_samples 0", "`num_samples=0` must be at least 1"),
+        ("evaluate s --thresholds 1 --confidence 3", "`confidence=3.0` must be between 0 and 1"),
+        ("suggest --model a --prompts b --num_samples 10", "`num_samples=10` is too few"),
+        ("suggest --model a --prompts b --minutes 3 --max_steps 3", "`--minutes` decides `max_steps`"),
+        ("audit s l.csv --draw 3", "`--threshold` is needed"),
+    ],
+)
+def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path, command, message):
+    code = "import sys; from trl_repulse.cli.main import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert message in done.stderr and done.stdout.split() == ["1", "False"]

@@ -1,0 +1,37 @@
+"""`trl-repulse compare`: differences between stored samples of the same prompts. No model is needed."""
+
+import argparse
+from pathlib import Path
+
+from ._fields import add_options, check_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "folders",
+        metavar="SAMPLES_DIR",
+        type=Path,
+        nargs="+",
+        help="two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first",
+    )
+    parser.add_argument(
+        "--thresholds", type=float, nargs="+", required=True, help="rewards under which an output is bad"
+    )
+    add_options(parser, "confidence", "output")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table and a sentence for each folder but the first, and returns 0."""
+    from ..evaluation.comparison import compare_samples
+    from ..evaluation.records import load_samples, write_report
+
+    check_output(args.output)
+    comparisons = compare_samples([load_samples(each) for each in args.folders], args.thresholds, args.confidence)
+    if args.output is not None:
+        write_report(args.output, {"comparisons": [each.to_dict() for each in comparisons]})
+    print(f"{comparisons[0].prompts:,} prompts. Intervals are paired, for other prompts like these.")
+    for each in comparisons:
+        print(f"\n{each.to_markdown()}")
+    return 0

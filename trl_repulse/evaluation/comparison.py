@@ -1,0 +1,188 @@
+"""
+Differences between sets of held-out samples on the same prompts.
+
+Axis letters: P prompts, N completions of each (the sets may differ in N).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from .._numbers import plain
+from .records import SampleSet, finite_json, header_difference, remedy
+from .tails import clopper_pearson, skewed_interval
+
+
+MEANS = {"reward": "reward", "kl": "KL, nats per completion", "length": "length, tokens"}  # column -> name
+COMPLETED = "share of completed answers"
+ENOUGH = 30  # prompts that must differ for Student's interval of a probability to stand alone
+# Settings that samples must share; they may differ in seed, number, precision and what drew them
+_SAME = ("max_completion_length", "reward_weights", "end_token_ids")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Means of two sets of samples, the interval of second − first, and whether it is shown among all that are compared."""
+
+    first: float
+    second: float
+    low: float
+    high: float
+    shown: bool
+
+    @property
+    def value(self) -> float:
+        """second − first."""
+        return self.second - self.first
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    The differences between two sets of samples.
+
+    Args:
+        names (`tuple[str, str]`): Their folders.
+        prompts (`int`): P.
+        confidence (`float`): Nominal coverage of each interval, and of all statements of [`sentence`] together.
+        differences (`dict[str, Difference]`): By quantity.
+    """
+
+    names: tuple[str, str]
+    prompts: int
+    confidence: float
+    differences: dict[str, Difference]
+
+    @property
+    def sentence(self) -> str:
+        """Whether the two differ, and in what."""
+        first, second = self.names
+        shown, others = [], []
+        for name, it in self.differences.items():
+            name = name.partition(",")[0]
+            if it.shown:
+                shown.append(f"a {'lower' if it.value < 0 else 'higher'} {name}")
+            else:
+                others.append(name)
+        if not shown:
+            return f"No difference between `{second}` and `{first}` is shown."
+        more = f"; no difference is shown in {', '.join(others)}" if others else ""
+        return f"`{second}` differs from `{first}`, with {', '.join(shown)}{more}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The attributes and the sentence as a JSON value; infinite ends of intervals become `None`."""
+        return finite_json(asdict(self) | {"sentence": self.sentence})
+
+    def to_markdown(self) -> str:
+        """A table and the sentence."""
+        head = ("quantity", *self.names, "difference", f"{100 * self.confidence:g} % interval")
+        rows = [head, ["---"] * len(head)]
+        for name, it in self.differences.items():
+            ends = " to ".join("none" if math.isinf(end) else plain(end) for end in (it.low, it.high))
+            rows.append([name, plain(it.first), plain(it.second), plain(it.value), ends])
+        return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", self.sentence])
+
+
+def compare_samples(
+    samples: Sequence[SampleSet], thresholds: Sequence[float], confidence: float = 0.95
+) -> list[Comparison]:
+    """
+    Compares sets of held-out samples with the first of them: P(r < η), mean reward, KL and length, and the share of completions that
+    ended by themselves.
+
+    The sets are paired by prompt. Intervals take the prompts as draws: they are for other prompts like these, where a difference
+    between two prompts does not count. They are Student's for the P differences, corrected for skewness (Hall, 1992). Those of
+    probabilities are never smaller than those that all counts give by themselves (Clopper and Pearson's, joined as by Zou and Donner,
+    2008), so that there is one if nothing is bad. A difference is *shown* if 0 is outside of its interval at a confidence of
+    1 − (1 − `confidence`) / m, for m quantities (Bonferroni).
+
+    Args:
+        samples (`Sequence` of [`~trl_repulse.evaluation.records.SampleSet`]):
+            Two or more sets with the same prompts, rewards and length.
+        thresholds (`Sequence[float]`): η of each P(r < η), in units of reward.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
+
+    Returns:
+        `list` of [`Comparison`]: one for each set but the first. KL is left out without samples of it against one reference; it is 0 for
+        the reference itself.
+
+    Raises:
+        `ValueError`: If there are fewer than two sets, they do not fit, or a reward is missing.
+    """
+    if len(samples) < 2:
+        raise ValueError("One folder cannot be compared; name two or more.")
+    first, *others = samples
+    for one, other in combinations(samples, 2):
+        _check_pair(one, other)
+    return [_compare(first, other, thresholds, confidence) for other in others]
+
+
+def _check_pair(one: SampleSet, other: SampleSet) -> None:
+    """Refuses sets that cannot be paired, and the same set twice."""
+    headers = []
+    for each in (one, other):
+        settings = {name: each.header["settings"].get(name) for name in _SAME}
+        headers.append({name: each.header[name] for name in ("prompts", "rewards")} | {"settings": settings})
+        if None not in (one.header["reference"], other.header["reference"]):
+            headers[-1]["reference"] = each.header["reference"]
+    name = header_difference(*headers)
+    if name is not None:
+        raise ValueError(
+            f"`{other.folder}` and `{one.folder}` were sampled with another `{name}`; compare samples of the same prompts, rewards, "
+            f"reference and length{remedy(name)}."
+        )
+    texts = [(each.table["prompt"], each.table["completion"]) for each in (one, other)]
+    if texts[0] == texts[1]:
+        raise ValueError(f"`{other.folder}` and `{one.folder}` hold the same completions; leave one out.")
+
+
+def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) -> dict[str, np.ndarray]:
+    """What is compared, (P, N) each, by name."""
+    rewards, names = samples.column(), samples.table.column_names
+    found = {f"P(r < {threshold:.15g})": rewards < threshold for threshold in thresholds}
+    reference = other.header["reference"] or {}
+    for column, name in MEANS.items():
+        if column in names:
+            found[name] = samples.column(column)
+        elif column == "kl" and reference.get("weights") == samples.header["model"]["weights"]:
+            found[name] = np.zeros_like(rewards)  # of the reference itself
+    if "ended" in names:
+        found[COMPLETED] = samples.table["ended"].to_numpy().reshape(rewards.shape)
+    return found
+
+
+def _compare(one: SampleSet, other: SampleSet, thresholds: Sequence[float], confidence: float) -> Comparison:
+    first, second = _columns(one, other, thresholds), _columns(other, one, thresholds)
+    names = [name for name in first if name in second]
+    strict = 1 - (1 - confidence) / len(names)
+    differences = {}
+    for name in names:
+        a, b = first[name], second[name]
+        low, high = paired_interval(a, b, strict)
+        ends = paired_interval(a, b, confidence)
+        differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
+    return Comparison((str(one.folder), str(other.folder)), len(one.prompts), confidence, differences)
+
+
+def paired_interval(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
+    """
+    Interval of the mean of `second` minus that of `first`, (P, N) each, of numbers or of booleans, as [`compare_samples`] says. The ends
+    are infinite for numbers that differ alike in all prompts.
+    """
+    by_prompt = second.mean(axis=1) - first.mean(axis=1)  # (P,)
+    low, high = skewed_interval(by_prompt[:, None], confidence)
+    if first.dtype != bool or (by_prompt != 0).sum() >= ENOUGH:
+        return low, high
+    of_first, of_second = (clopper_pearson(x.sum(), (~x).sum(), confidence) for x in (first, second))
+    p, q = first.mean(), second.mean()
+    counted = (
+        q - p - math.hypot(q - of_second[0], of_first[1] - p),
+        q - p + math.hypot(of_second[1] - q, p - of_first[0]),
+    )
+    if math.isinf(low):
+        return counted
+    return max(min(low, counted[0]), -1.0), min(max(high, counted[1]), 1.0)
