@@ -16,6 +16,7 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from .._numbers import is_bad
 from ..data._checks import check_eval_batch, check_rewards
 from ..data._texts import completion_texts
 from ..math.importance import distinct_share
@@ -115,7 +116,7 @@ class ShareUnder(Pooled):
         threshold = self._threshold()
         if threshold is None:
             return (Moments(),)
-        return (Moments.of((self._rewards < threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+        return (Moments.of(is_bad(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
 
 
 def pool(metrics: Sequence[Pooled]) -> float:
