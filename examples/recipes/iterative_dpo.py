@@ -63,8 +63,7 @@ def main() -> None:
     model = options.model
     for number in range(options.rounds + 1):
         folder = f"{options.output_dir}/samples-{number}"
-        samples = sample_completions(folder, model, prompts, reward, settings, progress=False)
-        rewards = samples.column("reward")
+        rewards = sample_completions(folder, model, prompts, reward, settings, progress=False).column("reward")
         share = prob_below(rewards, options.threshold).value
         print(f"after {number} rounds: mean reward {rewards.mean():.3f}, {share:.1%} under {options.threshold:g}")
         if number < options.rounds:

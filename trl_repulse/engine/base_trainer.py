@@ -23,7 +23,7 @@ from ..data._prompts import (
     one_of_each,
     render,
     rendering,
-    warn_of_date,
+    warn_of_template,
 )
 from ..data._texts import check_added_tokens
 from ..generation._batches import batches, without_generation_defaults
@@ -158,7 +158,7 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
                 for reward, tokenizer in readers:
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
-                    warn_of_date(tokenizer, prompt, self.chat_template_kwargs)
+                    warn_of_template(tokenizer, prompt, self.chat_template_kwargs)
 
     @property
     def bad_reward_threshold(self) -> float | None:
@@ -353,9 +353,8 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
                 if not isinstance(prompt, str):
                     render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
             raise
+        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
         if not isinstance(prompts[0], str):
-            if self._conversation is None:
-                warn_of_date(self.processing_class, prompts[0], self.chat_template_kwargs)
             self._conversation = prompts[0]
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)

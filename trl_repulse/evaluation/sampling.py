@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data._checks import as_dataset, check_prompt_lengths
-from ..data._prompts import check_template_variables, dated, warn_of_date
+from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
@@ -384,7 +384,7 @@ def _functions(
         if isinstance(reward, str):
             tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
         if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
-            warn_of_date(tokenizer, prompt, settings.chat_template_kwargs)
+            warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
             description |= dated(tokenizer, prompt, settings.chat_template_kwargs)
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
