@@ -208,6 +208,17 @@ def test_a_folder_goes_on_with_its_own_settings_only(tmp_path, model_dirs, promp
     assert files(tmp_path / "s") == before
 
 
+def test_another_precision_is_named_as_such(tmp_path, model_dirs, prompts):
+    """Not as other weights, which it makes; by the setting where that differs, else by the model."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    sample(tmp_path / "path", model_dirs["gpt2"], prompts)
+    sample(tmp_path / "model", model, prompts)
+    with pytest.raises(ValueError, match="begun with another `settings.dtype`"):
+        sample(tmp_path / "path", model_dirs["gpt2"], prompts, dtype="bfloat16")
+    with pytest.raises(ValueError, match="begun with another `model.dtype`"):
+        sample(tmp_path / "model", model.bfloat16(), prompts)
+
+
 def write_reward(file, factor):
     file.write_text(f"def score(completions, **kwargs):\n    return [{factor} * len(c) for c in completions]\n")
     return FunctionReward(file, "score")

@@ -1,5 +1,6 @@
 """Prompts and completions in the forms that rewards read, and the numbers that reward functions return."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -83,6 +84,11 @@ def as_number(value: Any) -> float | None:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers
         return math.nan
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling a function or an object gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def as_values(result: Any) -> list[Any] | None:

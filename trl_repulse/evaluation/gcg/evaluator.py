@@ -362,6 +362,7 @@ def make_header(
         "identity": {
             "config": settings,
             "model": hash_model(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
             "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
             "prompt": _first_prompt(tokenizer, table, config),  # includes a date that a template writes
