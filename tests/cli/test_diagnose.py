@@ -225,7 +225,7 @@ EXPECTED = {
     "turned_target": ["turned_target"],
     "ess": ["ess"],
     "falling_return": ["falling_return"],
-    "rising_kl": ["jumping_kl", "falling_return", "rising_kl", "collapse", "ess"],
+    "rising_kl": ["falling_return", "rising_kl", "collapse", "ess"],
     "empty": ["empty"],
     "cut": ["empty", "cut", "collapse"],  # the longest completions score best, and none at all worst
     "narrow": ["narrow"],

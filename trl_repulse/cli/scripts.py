@@ -193,7 +193,9 @@ def run(
     resume = args.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     if resume:  # before models are loaded
-        find_checkpoint(resume, args.output_dir)
+        resume = find_checkpoint(resume, args.output_dir)
+        if args.should_save:
+            print(f"Training goes on from {resume}.")
     elif args.should_save and not issubclass(trainer_cls, BaseTrainer):  # ours warn themselves
         warn_of_a_run(args.output_dir)
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded

@@ -2,10 +2,15 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._errors import did_you_mean
+
+
+# TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
 def option(default: Any, help: str) -> Any:
