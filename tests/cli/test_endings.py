@@ -1,6 +1,7 @@
 """How a run ends: at its last update, by Ctrl-C, on a full disk; and the folder that it leaves."""
 
 import functools
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from trl import GRPOTrainer
 
+from trl_repulse import ReinforceTrainer
 from trl_repulse.cli import train as launcher
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
@@ -193,3 +195,22 @@ def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, 
     (tmp_path / "own" / "config.json").write_text("{}")
     make(max_steps=1, output_dir=str(tmp_path / "own")).train()
     assert "holds a run or a model" in caplog.text
+
+
+def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
+    for name in ("trl_repulse.engine.base_trainer", "transformers"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    make(ReinforceTrainer, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = make(ReinforceTrainer, max_steps=2)
+    assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+    caplog.clear()
+    trainer.train(resume_from_checkpoint=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert [each.removeprefix("[RANK 0] ") for each in said if "goes on" in each] == [
+        f"Training goes on from {tmp_path / 'out' / 'checkpoint-1'}."
+    ]
+    assert not any("missing keys" in each for each in said)
+    trainer._issue_warnings_after_load(
+        SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
+    )
+    assert "missing keys in the checkpoint model loaded: ['a.weight']" in caplog.records[-1].getMessage()

@@ -5,7 +5,6 @@ import logging
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -412,22 +411,3 @@ def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
     trainer.train()
     assert same(weights(trainer), seen[2]) and not same(seen[2], seen[6])
     assert any(p.requires_grad for p in trainer.model.parameters())
-
-
-def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
-    for name in ("trl_repulse.engine.base_trainer", "transformers"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    make(ReinforceTrainer, max_steps=1, save_strategy="steps", save_steps=1).train()
-    trainer = make(ReinforceTrainer, max_steps=2)
-    assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
-    caplog.clear()
-    trainer.train(resume_from_checkpoint=True)
-    said = [record.getMessage() for record in caplog.records]
-    assert [each.removeprefix("[RANK 0] ") for each in said if "goes on" in each] == [
-        f"Training goes on from {tmp_path / 'out' / 'checkpoint-1'}."
-    ]
-    assert not any("missing keys" in each for each in said)
-    trainer._issue_warnings_after_load(
-        SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
-    )
-    assert "missing keys in the checkpoint model loaded: ['a.weight']" in caplog.records[-1].getMessage()

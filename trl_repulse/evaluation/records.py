@@ -7,6 +7,7 @@ Atomic writing of files, and the folder of held-out samples, of which a kill cos
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -238,10 +239,25 @@ class SampleSet:
         return values.reshape(-1, self.num_samples)
 
 
-def load_samples(folder: str | Path) -> SampleSet:
+def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> SampleSet:
+    """The first prompts of samples that are not complete. The header says of how many."""
+    count, size = header["prompts"]["count"], header["settings"]["num_samples"]
+    paths = itertools.takewhile(Path.is_file, (shard_path(folder, number) for number in itertools.count()))
+    tables = [pq.read_table(path) for path in paths]
+    done = sum(map(len, tables)) // size
+    if not partial or not done:
+        raise ValueError(
+            f"`{folder}` is not complete ({done} of {count} prompts so far); run the same command again to finish it, or read "
+            f"the prompts that are done with `trl-repulse evaluate {folder} --partial`."
+        )
+    header = header | {"prompts": header["prompts"] | {"count": done, "of": count}}
+    return SampleSet(folder, header, pa.concat_tables(tables).slice(0, done * size))
+
+
+def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
     """
     Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect. Raises `ValueError` if they
-    are not complete, or a file is missing or was changed.
+    are not complete, or a file is missing or was changed. With `partial`, incomplete samples are read up to the last prompt that is done.
     """
     folder = Path(folder).expanduser()
     if folder.is_file() and folder.suffix == ".eval":
@@ -254,10 +270,7 @@ def load_samples(folder: str | Path) -> SampleSet:
         return load_inspect_log(folder)
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():
-        done = len(list(folder.glob("shard-*.parquet")))
-        raise ValueError(
-            f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it."
-        )
+        return _finished_prompts(folder, header, partial)
     try:
         complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
         of_header = complete["hash"] == header["hash"]

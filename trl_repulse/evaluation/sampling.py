@@ -60,8 +60,8 @@ class SamplingSettings:
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws. Each shard has its own seed, made of this one, its number and the model's weights.
         batch_size (`int`, *optional*, defaults to `32`): Completions of one pass.
-        shard_size (`int`, *optional*, defaults to `1024`):
-            Completions written at a time, and lost at most when a run is killed.
+        shard_size (`int`, *optional*, defaults to `256`):
+            Completions written at a time, and lost at most when a run is killed; a pass has no more.
         beta (`float`, *optional*, defaults to `0.0`):
             KL coefficient of the returns, in units of reward per nat. Needs a reference model unless 0.
         reward_weights (`tuple[float, ...]`, *optional*):
@@ -86,7 +86,7 @@ class SamplingSettings:
     max_completion_length: int = 256
     seed: int = 0
     batch_size: int = 32
-    shard_size: int = 1024
+    shard_size: int = 256
     beta: float = 0.0
     reward_weights: tuple[float, ...] | None = None
     reward_transform: Literal["exponential", "indicator"] | None = None
@@ -259,22 +259,27 @@ def sample_completions(
         for each, identity in header["rewards"].items():
             if known_by_name_alone(identity):
                 warn_of_name(folder, each)
+    done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
+    bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
     if missing and settings.engine == "vllm":
         dtype = str(model.dtype).removeprefix("torch.")  # by default vLLM turns float32 into half precision
         options = (settings.max_completion_length, dtype, settings.revision)
         engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | engine_kwargs)
     elif missing:
-        engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
-    done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
-    with tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling") as bar:
+        options = (settings.max_completion_length, settings.batch_size)
+        engine = transformers_engine(model, tokenizer, *options, on_drawn=bar.update)
+    with bar:
         for number, size in missing.items():
             start = number * settings.shard_size
             places = [divmod(place, settings.num_samples) for place in range(start, start + size)]
             ids = [prompt_ids[prompt] for prompt, _ in places]
+            bar.set_description("sampling")
             completions = engine(ids, _shard_seed(settings, number, header["model"]["weights"]))
+            bar.update(done + size - bar.n)  # vLLM draws all at once
+            done += size
+            bar.set_description("scoring")
             table = _shard_table(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             records.write_shard(folder, number, table)
-            bar.update(size)
     state.wait_for_everyone()
     if state.is_main_process and not (folder / records.COMPLETE).is_file():
         records.close_folder(folder, shards)
