@@ -189,7 +189,7 @@ def returning(value):
     [
         (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
         (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
-        (float("inf"), "returned inf for a completion; rewards must be finite"),
+        (float("inf"), "returned inf for completion 15 of 16; return a finite number"),
         (1e39, "returned inf for a completion"),  # more than single precision holds
         ("1.0", "returned '1.0' for completion 15 of 16"),
         ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
@@ -212,7 +212,7 @@ def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0] * 15, "'faulty' returned 15 rewards, but 16 were expected"),
+        ([1.0] * 15, "'faulty' returned 15 rewards for 16 completions; return one for each"),
         ([], "'faulty' returned 0 rewards"),
         (None, "'faulty' returned None; it must return a list"),
         ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),

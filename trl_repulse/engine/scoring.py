@@ -30,7 +30,7 @@ from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens, check_separate
-from ..rewards._texts import as_number, as_values
+from ..rewards._texts import read_rewards
 from ..rewards.loading import check_classifier
 from .trl_bridge import add_fused_lm_head, is_async_callable, split_tensor_dict
 
@@ -584,19 +584,20 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     returns a list of numbers and `None`, and raises `ValueError` for anything else; an error of the function itself gets a note with the
     name. Each call gets lists of its own.
     """
+    where = f"The reward function '{name}'"
     if is_async_callable(function):
 
-        async def checked(**columns: Any) -> list[float | None]:
+        async def checked(completions: list[Any], **columns: Any) -> list[float | None]:
             with _naming(name):
-                result = await function(**_own(columns))
-            return _read(result, name)
+                result = await function(completions=_own(completions), **_own(columns))
+            return read_rewards(result, where, len(completions))
 
     else:
 
-        def checked(**columns: Any) -> list[float | None]:
+        def checked(completions: list[Any], **columns: Any) -> list[float | None]:
             with _naming(name):
-                result = function(**_own(columns))
-            return _read(result, name)
+                result = function(completions=_own(completions), **_own(columns))
+            return read_rewards(result, where, len(completions))
 
     checked.__name__ = name
     checked.unchecked = function
@@ -618,20 +619,3 @@ def _naming(name: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"{RAISED_BY} '{name}'.")
         raise
-
-
-def _read(result: Any, name: str) -> list[float | None]:
-    """Numbers and `None`, in the order of the completions; TRL refuses a wrong number of them."""
-    values = as_values(result)
-    if values is None:
-        raise ValueError(
-            f"The reward function '{name}' returned {result!r:.60}; it must return a list, one number a completion."
-        )
-    numbers = [as_number(value) for value in values]
-    for i, number in enumerate(numbers):
-        if number is not None and math.isnan(number):
-            raise ValueError(
-                f"The reward function '{name}' returned {values[i]!r:.60} for completion {i} of {len(values)}; return "
-                "a finite number, or `None` to exclude the sample."
-            )
-    return numbers

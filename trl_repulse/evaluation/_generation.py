@@ -264,13 +264,5 @@ def evaluate_rewards(
             )
             if is_async_callable(function):
                 given = asyncio.run_coroutine_threadsafe(given, loop or event_loop()).result()
-            if len(given) != len(texts):
-                raise ValueError(
-                    f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "
-                    "one a completion."
-                )
-            for value in given:
-                if value is not None and abs(value) == float("inf"):
-                    raise ValueError(f"The reward function '{name}' returned {value}; rewards must be finite.")
             rewards[name] += given
     return rewards

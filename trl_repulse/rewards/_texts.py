@@ -110,7 +110,7 @@ def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
         if reward is not None and not math.isfinite(reward):
             raise ValueError(
                 f"{where} returned {values[i]!r:.60} for completion {i} of {count}; return a finite number, or `None` to "
-                "leave the completion out."
+                "exclude the sample."
             )
     if len(rewards) != count:
         raise ValueError(f"{where} returned {len(rewards)} rewards for {count} completions; return one for each.")
