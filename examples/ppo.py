@@ -3,7 +3,7 @@ Trains a policy with PPO and says what became of it.
 
     accelerate launch examples/ppo.py              # the embedded world, on a CPU or any accelerator
     accelerate launch examples/ppo.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
-        --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl \
+        --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template \
         --max_completion_length 64
     accelerate launch examples/ppo.py --config examples/configs/smollm/ppo-1.yaml    # a published run
 

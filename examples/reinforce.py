@@ -4,7 +4,7 @@ Trains a policy with REINFORCE as the RePULSe paper runs it, with or without a r
     accelerate launch examples/reinforce.py                                      # the embedded world
     accelerate launch examples/reinforce.py --reward_transform exponential --reward_transform_beta -0.5
     accelerate launch examples/reinforce.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
-        --reward_model_path my/reward-model --dataset_name prompts.jsonl --max_completion_length 64
+        --reward_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template --max_completion_length 64
     accelerate launch examples/reinforce.py --config examples/configs/smollm/reinforce-1.yaml    # a published run
 
 `trl-repulse reinforce` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those

@@ -4,7 +4,7 @@ Trains a policy with RePULSe, or with plain REINFORCE (`--alpha 0`), and says wh
     accelerate launch examples/repulse.py              # the embedded world, on a CPU or any accelerator
     accelerate launch examples/repulse.py --alpha 0    # the same with REINFORCE
     accelerate launch examples/repulse.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
-        --reward_model_path my/reward-model --dataset_name prompts.jsonl --max_completion_length 64 --bad_reward_threshold -4
+        --reward_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template --max_completion_length 64 --bad_reward_threshold -4
     accelerate launch examples/repulse.py --config examples/configs/smollm/repulse-1.yaml    # a published run
 
 `trl-repulse repulse` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those

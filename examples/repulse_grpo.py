@@ -4,7 +4,7 @@ Trains a policy with GRPO and RePULSe's negative term, and says what became of i
     accelerate launch examples/repulse_grpo.py              # the embedded world, on a CPU or any accelerator
     accelerate launch examples/repulse_grpo.py --alpha 0    # the same with GRPO alone
     accelerate launch examples/repulse_grpo.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
-        --reward_model_path my/reward-model --dataset_name prompts.jsonl --max_completion_length 64 \
+        --reward_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template --max_completion_length 64 \
         --bad_reward_threshold -4 --loss_type dr_grpo --scale_rewards none
 
 `trl-repulse repulse-grpo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those

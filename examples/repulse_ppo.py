@@ -4,7 +4,7 @@ Trains a policy with PPO and RePULSe's negative term, three models in all, and s
     accelerate launch examples/repulse_ppo.py              # the embedded world, on a CPU or any accelerator
     accelerate launch examples/repulse_ppo.py --alpha 0    # the same with PPO
     accelerate launch examples/repulse_ppo.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
-        --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl \
+        --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template \
         --max_completion_length 64 --bad_reward_threshold -4
 
 `trl-repulse repulse-ppo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those

@@ -1,6 +1,7 @@
-"""Numbers as reports print them."""
+"""Rewards compared with a threshold, and numbers as reports print them."""
 
 import re
+from ctypes import c_float
 from typing import Any
 
 
@@ -21,6 +22,18 @@ _WORDS = {
     "value/explained_variance": "explained variance {}",
     "step_time": "{} s/update",
 }
+
+
+def is_bad(rewards: Any, threshold: float) -> Any:
+    """
+    Whether rewards (a tensor, an array or a number) are under a threshold; false for NaN. Whatever counts bad outputs calls this. It
+    compares in float32, in which trainers keep rewards: a reward of 0.7 is not under 0.7, however it was stored.
+    """
+    if isinstance(rewards, float | int):
+        rewards = c_float(rewards).value
+    else:
+        rewards = rewards.astype("float32") if type(rewards).__module__ == "numpy" else rewards.float()
+    return rewards < c_float(threshold).value
 
 
 def plain(value: float, digits: int = 4) -> str:

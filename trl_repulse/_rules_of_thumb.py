@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from ._numbers import is_bad
+
 
 # Parameters of a model, and its learning rate: in held-out worlds, and in the published settings 1 and 2
 RATES = ((2.4e5, 6e-4), (1.35e8, 3e-5), (1.24e9, 3e-7))
@@ -32,14 +34,14 @@ def bad_threshold_for(rewards: np.ndarray) -> float:
     """
     low = _gap(rewards)
     low = float(np.quantile(rewards, LOW)) if low is None else low
-    share = (rewards < low).mean()
+    share = is_bad(rewards, low).mean()
     if share == 0:
         ordered = np.unique(rewards)
         threshold = rounded(float(ordered[:2].mean()), 6)
         return threshold if ordered[0] < threshold <= ordered[1] else float(ordered[1])
     digits = 1 - math.floor(math.log10(rewards.std()))
     # One extreme reward makes the deviation large, and all others nearly equal
-    while abs((rewards < (threshold := round(low, digits) + 0.0)).mean() - share) > share / 2:
+    while abs(is_bad(rewards, threshold := round(low, digits) + 0.0).mean() - share) > share / 2:
         digits += 1
     return threshold
 

@@ -22,6 +22,7 @@ from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.preferences import preference_rows, read_rewarded
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
+from trl_repulse.evaluation.tails import prob_below
 from trl_repulse.rewards.loading import load_reward
 
 
@@ -62,9 +63,8 @@ def main() -> None:
     model = options.model
     for number in range(options.rounds + 1):
         folder = f"{options.output_dir}/samples-{number}"
-        samples = sample_completions(folder, model, prompts, reward, settings, progress=False)
-        rewards = samples.column("reward")
-        share = (rewards < options.threshold).mean()
+        rewards = sample_completions(folder, model, prompts, reward, settings, progress=False).column("reward")
+        share = prob_below(rewards, options.threshold).value
         print(f"after {number} rounds: mean reward {rewards.mean():.3f}, {share:.1%} under {options.threshold:g}")
         if number < options.rounds:
             pairs = preference_rows(read_rewarded(folder), options.threshold, max_bad=options.max_bad)

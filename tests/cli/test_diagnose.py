@@ -25,7 +25,7 @@ LEARNED = {
     "return": lambda t: 4 - 3 * math.exp(-5 * t),
     "reward_std": lambda t: 2 - 1.9 * t,
     "entropy": lambda t: 2 - 1.2 * t,
-    "kl": lambda t: 2 * (1 - math.exp(-5 * t)) + 0.1 * t,
+    "kl": lambda t: 0.2 * (1 - math.exp(-5 * t)) + 0.01 * t,
     "bad_fraction": lambda t: 0.01 * (1 - t),
     "completions/mean_length": lambda t: 9.0,
     "completions/max_length": lambda t: 16.0,
@@ -79,6 +79,7 @@ def seen(log, settings=SETTINGS):
         ("nothing_bad", HOT, {"negative__p_bad": 0.0, "proposal__bad_fraction": 0.0}, "are 0 over updates 1 to 200"),
         ("finds_no_more", HOT, {"bad_fraction": 0.03, "proposal__bad_fraction": 0.02}, "is 0.02 and `bad_fraction` 0.03 on"),
         ("rising_kl", LEARNED, {"kl": lambda t: 16 * t * t}, "nats per token while `reward` went from"),
+        ("jumping_kl", LEARNED, {"kl": lambda t: min(8 * t, 0.5)}, "`kl` is 4.50 nats per completion at update 15, from 1.80 at"),
         ("falling_return", LEARNED, {"return": lambda t: 4 - 8 * (t - 0.5) ** 2}, "`return` fell from"),
         ("narrow", LEARNED, {"entropy": lambda t: 0.364 * (1 - t) + 0.07 * t}, "`entropy` fell from 0.34"),
         ("narrow", HOT, {"completions__distinct": lambda t: 0.125 if t > 0.5 else 0.9}, "1.0 of a prompt's 8 completions"),
@@ -114,7 +115,7 @@ def test_sound_logs(sound, every):
         {"proposal__log_z_gap": lambda t: 9.0 if 0.5 < t < 0.56 else -9.0},  # too short
         {"proposal__distinct": 0.3},
         {"kl": lambda t: 0.08 * t},  # too little
-        {"reward": lambda t: 4 * t, "kl": lambda t: 8 * t, "return": lambda t: 4 * t},  # pays
+        {"reward": lambda t: 4 * t, "kl": lambda t: 8 * t * t, "return": lambda t: 4 * t},  # pays
         {"return": lambda t: 4 - 0.8 * t},  # less than the noise of a batch
         {"completions__clipped_ratio": 0.4},
         {"entropy": lambda t: 0.05 if t < 0.5 else 0.001},  # there was little to lose
@@ -130,10 +131,10 @@ def test_what_only_looks_like_a_symptom(columns):
 def test_noise_is_no_symptom():
     """Means of 64 samples around a plateau, the same for all."""
     noise = [math.sin(12.9898 * i) * 43758.5453 % 1 - 0.5 for i in range(1001)]
-    names = {"reward": 4.0, "return": 4.0, "proposal/reward": -6.0, "kl": 1.0}
+    names = {"reward": 4.0, "return": 4.0, "proposal/reward": -6.0, "kl": 0.1}
     log = make_log(updates=400, every=1, **{name.replace("/", "__"): value for name, value in names.items()})
     for i, entry in enumerate(log):
-        entry |= {name: value + noise[i] for name, value in names.items()}
+        entry |= {name: value + noise[i] * min(abs(value), 1.0) for name, value in names.items()}
     assert seen(log) == []
 
 
@@ -181,8 +182,30 @@ def test_a_log_without_settings():
 
 def test_a_short_log_is_not_judged():
     diagnosis = diagnose(make_log(updates=15), SETTINGS)
-    assert diagnosis.sound == ["not_finite"] and not diagnosis.findings
+    assert diagnosis.sound == ["not_finite", "jumping_kl"] and not diagnosis.findings
     assert "fewer than the 20 updates" in diagnosis.unknown["falling_return"]
+
+
+def test_a_kl_that_jumps_is_seen_at_once():
+    """In nats per completion 1.05, 3.42 and 6.78, of 60 tokens; a policy that begins away from the reference does not jump."""
+    rows = [
+        {"step": i, "kl": kl / 60, "completions/mean_length": 60.0, "reward": 0.0}
+        for i, kl in enumerate((1.05, 3.42, 6.78), 1)
+    ]
+    diagnosis = diagnose(rows, {"learning_rate": 0.1})
+    (finding,) = [each for each in diagnosis.findings if each.symptom == "jumping_kl"]
+    assert "6.78 nats per completion at update 3" in finding.evidence and "`learning_rate` (now 0.1)" in finding.remedy
+    assert seen([rows[0] | {"step": i, "kl": 0.1 - i / 1000} for i in (1, 2, 3)]) == []
+    assert "first 20 updates" in diagnose([rows[2] | {"step": 50}]).unknown["jumping_kl"]
+
+
+def test_a_short_run_of_the_hot_policy_is_known_as_one():
+    """Its threshold was not measured yet, so that the log has no estimate of P(bad)."""
+    log = make_log(HOT, updates=3, every=1, negative__p_bad=None)
+    unknown = diagnose(log, SETTINGS | {"proposal": "hot_policy", "alpha": 1.0}).unknown
+    assert "fewer than the 20 updates" in unknown["finds_no_more"] and "has no target" in unknown["turned_target"]
+    assert "once `bad_reward_threshold` is known" in unknown["nothing_bad"]
+    assert "there is no hot policy" in diagnose(log, SETTINGS | {"proposal": "learned"}).unknown["finds_no_more"]
 
 
 def test_values_of_fields_are_in_the_remedy():

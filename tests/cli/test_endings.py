@@ -1,13 +1,21 @@
 """How a run ends: at its last update, by Ctrl-C, on a full disk; and the folder that it leaves."""
 
 import functools
+import logging
+import os
+import signal
 import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors import SafetensorError
 from trl import GRPOTrainer
 
+from trl_repulse import ReinforceTrainer
 from trl_repulse.cli import train as launcher
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
@@ -57,6 +65,77 @@ def test_an_interrupted_launch_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "launch_command", interrupted)
     child = subprocess.Popen(["sleep", "0.2"])
     assert main(["repulse"]) == 130 and child.poll() is not None and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_passed_on_and_named(monkeypatch, capsys, number):
+    def launch(args):  # as `accelerate launch` runs a single process
+        assert os.environ[launcher._LAUNCHER] == str(os.getpid())
+        child = subprocess.Popen(["sleep", "30"])
+        signal.getsignal(number)(number, None)
+        raise subprocess.CalledProcessError(child.wait(), "python")
+
+    monkeypatch.setattr(launcher, "launch_command", launch)
+    assert main(["repulse"]) == 128 + number and signal.getsignal(number) is signal.SIG_DFL
+    assert capsys.readouterr().err == f"trl-repulse repulse: training was ended by the signal {number.name}.\n"
+    assert launcher._LAUNCHER not in os.environ
+
+
+def test_a_signal_before_there_is_a_process_ends_the_launcher(monkeypatch):
+    monkeypatch.setattr(launcher.psutil.Process, "children", lambda process: [])
+    monkeypatch.setattr(launcher, "launch_command", lambda args: signal.getsignal(signal.SIGTERM)(15, None))
+    with pytest.raises(SystemExit, match="143"):
+        main(["repulse"])
+
+
+class OneOfTwo(launcher.ChildFailedError):
+    """What torch raises if the first of several processes is killed, and the others are then told to end."""
+
+    def __init__(self):
+        pass
+
+    def get_first_failure(self):
+        return 0, SimpleNamespace(exitcode=-9)
+
+
+@pytest.mark.parametrize("error", [subprocess.CalledProcessError(-9, "python"), OneOfTwo()])
+def test_a_run_that_the_system_kills_is_told_with_the_reason(monkeypatch, capsys, error):
+    def killed(args):
+        raise error
+
+    monkeypatch.setattr(launcher, "launch_command", killed)
+    assert main(["repulse"]) == 137
+    said = capsys.readouterr().err
+    assert "the signal SIGKILL, which is what the system does when memory is full; lower `per_device_train" in said
+
+
+@pytest.mark.parametrize("ended", ["launcher", "parent"])
+def test_training_ends_with_its_launcher(monkeypatch, ended):
+    """At its third look, either the launcher is gone, or this process has another parent."""
+    monkeypatch.setenv(launcher._LAUNCHER, "7")
+    sent, looks, parents = (
+        [],
+        iter([True, True, ended != "launcher"]),
+        iter([7, 7, 7, 7 if ended == "launcher" else 1]),
+    )
+    monkeypatch.setattr(launcher.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(launcher.psutil, "pid_exists", lambda pid: pid == 7 and next(looks))
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launcher.os, "kill", lambda *what: sent.append(what))
+    launcher._end_with_launcher()
+    assert sent == [(os.getpid(), signal.SIGKILL)] and launcher._LAUNCHER not in os.environ
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_survives_its_launcher(tmp_path, number):
+    command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--output_dir", str(tmp_path)]
+    launched = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (children := launched.children()):
+        time.sleep(0.1)
+    launched.send_signal(number)
+    assert launched.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 TORCH = RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos 64 vs 0")
@@ -116,3 +195,22 @@ def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, 
     (tmp_path / "own" / "config.json").write_text("{}")
     make(max_steps=1, output_dir=str(tmp_path / "own")).train()
     assert "holds a run or a model" in caplog.text
+
+
+def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
+    for name in ("trl_repulse.engine.base_trainer", "transformers"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    make(ReinforceTrainer, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = make(ReinforceTrainer, max_steps=2)
+    assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+    caplog.clear()
+    trainer.train(resume_from_checkpoint=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert [each.removeprefix("[RANK 0] ") for each in said if "goes on" in each] == [
+        f"Training goes on from {tmp_path / 'out' / 'checkpoint-1'}."
+    ]
+    assert not any("missing keys" in each for each in said)
+    trainer._issue_warnings_after_load(
+        SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
+    )
+    assert "missing keys in the checkpoint model loaded: ['a.weight']" in caplog.records[-1].getMessage()

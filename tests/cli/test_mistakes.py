@@ -330,8 +330,8 @@ OURS = {
     ),
     "reward function that returns too few": (
         lambda user: user.reward_that_returns(lambda completions: [0.0]),
-        "The reward function '<lambda>' returned 1 rewards, but 16 were expected",
-        "returns exactly one reward per completion",
+        "The reward function '<lambda>' returned 1 rewards for 16 completions",
+        "return one for each",
     ),
     # Packages and earlier runs
     "missing vLLM": (

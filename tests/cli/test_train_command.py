@@ -1,5 +1,6 @@
 """The training commands: what goes to the launcher, what to training, and what their help says."""
 
+import logging
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from trl import GRPOConfig
 
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse.cli import methods, train
+from trl_repulse.cli._fields import keep_writing
 from trl_repulse.cli.arguments import _RARE, ARGUMENTS, TrainingParser
 from trl_repulse.cli.main import TRAINING, main
 
@@ -232,4 +234,22 @@ def test_a_run(tmp_path):
 def test_a_run_prints_no_notice_that_is_not_its_own(tmp_path):
     command = [sys.executable, "-m", "trl_repulse.cli", "repulse", "--max_steps", "2", "--output_dir", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "reward" in run.stdout and "FutureWarning" not in run.stderr and "accelerate launch" not in run.stderr
+    assert "reward" in run.stdout
+    for notice in ("FutureWarning", "accelerate launch", "Setting accelerator"):
+        assert notice not in run.stderr
+
+
+@pytest.mark.thorough
+def test_a_configuration_warns_of_no_name_that_trl_uses():
+    """TRL's default is set by a name that transformers has deprecated."""
+    code = "from trl_repulse import RePULSeConfig; RePULSeConfig(output_dir='x', use_cpu=True, bf16=False)"
+    done = subprocess.run([sys.executable, "-W", "default::FutureWarning", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "gradient_checkpointing" not in done.stderr
+
+
+def test_deepspeed_does_not_say_that_there_is_no_gpu(caplog):
+    keep_writing()
+    logger = logging.getLogger("DeepSpeed")
+    logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+    logger.warning("Another line")
+    assert [record.message for record in caplog.records] == ["Another line"]

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
-from trl_repulse.data._prompts import warn_of_date
+from trl_repulse.data._prompts import warn_of_template
 from trl_repulse.evaluation.gcg import evaluate_gcg
 from trl_repulse.evaluation.records import COMPLETE, shard_path
 from trl_repulse.evaluation.report import check_same_settings as header_check
@@ -171,6 +171,6 @@ def test_attacks(today, tmp_path):
 def test_a_template_that_writes_the_date_is_said_once(dated, caplog, template, variables, warned):
     dated.chat_template, dated.name_or_path = template, f"a {warned} {variables} tokenizer"
     for messages in MESSAGES:
-        warn_of_date(dated, messages, variables)
+        warn_of_template(dated, messages, variables)
     said = [each.message for each in caplog.records if "writes today's date" in each.message]
     assert len(said) == warned and all("`chat_template_kwargs`" in each for each in said)

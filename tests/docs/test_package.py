@@ -21,6 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PURE = [
     *(f"math/{name}.py" for name in ("importance", "losses", "ppo", "proposal_losses", "returns")),
     "rewards/transforms.py",
+    "_numbers.py",
 ]
 EXTRAS = {
     *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "serve"),

@@ -189,7 +189,7 @@ def returning(value):
     [
         (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
         (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
-        (float("inf"), "returned inf for a completion; rewards must be finite"),
+        (float("inf"), "returned inf for completion 15 of 16; return a finite number"),
         (1e39, "returned inf for a completion"),  # more than single precision holds
         ("1.0", "returned '1.0' for completion 15 of 16"),
         ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
@@ -212,7 +212,7 @@ def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0] * 15, "'faulty' returned 15 rewards, but 16 were expected"),
+        ([1.0] * 15, "'faulty' returned 15 rewards for 16 completions; return one for each"),
         ([], "'faulty' returned 0 rewards"),
         (None, "'faulty' returned None; it must return a list"),
         ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),
@@ -254,30 +254,19 @@ def test_an_error_of_a_function_keeps_its_type_and_names_it(make, trainer_cls, a
     assert error.value.__notes__ == ["Raised by the reward function 'flaky'."]
 
 
-def test_the_completion_that_a_function_raises_for_is_named(make):
+@pytest.mark.parametrize("error", [ZeroDivisionError("0"), ValueError("bad"), KeyError("x"), RuntimeError("down")])
+def test_a_function_that_fails_is_called_once(error):
+    """It may count its calls, pay for them or keep a state."""
     calls = []
 
-    def parses(completions, **kwargs):
+    def fails(completions, **kwargs):
         calls.append(len(completions))
-        return [1 / (i + len(completions) != 11) for i, _ in enumerate(completions)]
-
-    def of_one(completions, **kwargs):
-        return [1.0 / (text != "bad") for text in completions]
-
-    def of_all(completions, **kwargs):
-        raise KeyError("x")
+        raise error
 
     columns = {"prompts": ["a"] * 4, "completions": ["x", "y", "bad", "z"], "trainer_state": None}
-    said = "It is about completion 2 of 4, 'bad'."
-    with pytest.raises(ZeroDivisionError) as error:
-        with_checks(of_one, "of_one")(**columns)
-    assert error.value.__notes__ == ["Raised by the reward function 'of_one'.", said]
-    with pytest.raises(KeyError) as error:
-        with_checks(of_all, "of_all")(**columns)
-    assert error.value.__notes__ == ["Raised by the reward function 'of_all'."]
-    with pytest.raises(ZeroDivisionError) as error:  # of the batch as a whole: no completion raises by itself
-        with_checks(parses, "parses")(**columns | {"completions": ["x"] * 11})
-    assert error.value.__notes__ == ["Raised by the reward function 'parses'."] and calls == [11] + [1] * 11
+    with pytest.raises(type(error)) as raised:
+        with_checks(fails, "fails")(**columns)
+    assert raised.value.__notes__ == ["Raised by the reward function 'fails'."] and calls == [4]
 
 
 HOT = {"proposal": "hot_policy", "bad_reward_threshold": 2.5}

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation import records
+from trl_repulse.evaluation import records, sampling
 from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
-from trl_repulse.evaluation.sampling import SamplingSettings
+from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.transformed import TransformedReward
 
@@ -208,6 +208,17 @@ def test_a_folder_goes_on_with_its_own_settings_only(tmp_path, model_dirs, promp
     assert files(tmp_path / "s") == before
 
 
+def test_another_precision_is_named_as_such(tmp_path, model_dirs, prompts):
+    """Not as other weights, which it makes; by the setting where that differs, else by the model."""
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    sample(tmp_path / "path", model_dirs["gpt2"], prompts)
+    sample(tmp_path / "model", model, prompts)
+    with pytest.raises(ValueError, match="begun with another `settings.dtype`"):
+        sample(tmp_path / "path", model_dirs["gpt2"], prompts, dtype="bfloat16")
+    with pytest.raises(ValueError, match="begun with another `model.dtype`"):
+        sample(tmp_path / "model", model.bfloat16(), prompts)
+
+
 def write_reward(file, factor):
     file.write_text(f"def score(completions, **kwargs):\n    return [{factor} * len(c) for c in completions]\n")
     return FunctionReward(file, "score")
@@ -329,7 +340,7 @@ def test_what_does_not_read_as_complete(tmp_path):
     shard.unlink()
     refused("missing or was changed")
     complete.unlink()
-    refused(r"not complete \(2 shards so far\)")
+    refused(r"not complete \(2 of 2 prompts so far\)")
     header.write_bytes(originals["header.json"].replace(b'"m"', b'"n"'))
     refused("changed after it was written")
     header.write_bytes(originals["header.json"][:50])
@@ -373,3 +384,58 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         records.write_atomically(tmp_path / "a.json", torn)
     assert not (tmp_path / "a.json").exists()
+
+
+class Bar:
+    """A progress bar that keeps what it was told."""
+
+    def __init__(self, total, initial, **options):
+        self.n, self.told = initial, []
+        Bar.last = self
+
+    def update(self, count):
+        self.n += count
+        self.told.append(count)
+
+    def set_description(self, text):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_progress_is_by_batch(tmp_path, model_dirs, prompts, monkeypatch):
+    monkeypatch.setattr(sampling, "tqdm", Bar)
+    settings = SamplingSettings(num_samples=8, max_completion_length=3, batch_size=4, shard_size=16)
+    sample_completions(tmp_path / "s", model_dirs["gpt2"], prompts, word_reward, settings)
+    assert sum(Bar.last.told) == 32 and max(Bar.last.told) == 4
+    assert SamplingSettings().shard_size == 256
+
+
+def test_a_run_that_was_stopped_is_read_as_far_as_it_went(tmp_path, model_dirs, prompts, monkeypatch, capsys):
+    folder, write = tmp_path / "s", records.write_shard
+    whole = sample(tmp_path / "whole", model_dirs["gpt2"], prompts)  # 6 of each of 4 prompts, in shards of 5
+
+    def stopped(folder, number, table):
+        if number == 2:
+            raise KeyboardInterrupt
+        write(folder, number, table)
+
+    monkeypatch.setattr(records, "write_shard", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sample(folder, model_dirs["gpt2"], prompts)
+    with pytest.raises(ValueError, match=r"2 of 4 prompts so far.*`trl-repulse evaluate .* --partial`"):
+        records.load_samples(folder)
+    part = records.load_samples(folder, partial=True)
+    assert part.column().tolist() == whole.column()[:2].tolist() and part.prompts == whole.prompts[:2]
+    assert main(["evaluate", str(folder), "--partial", "--thresholds", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"`{folder}` is partial: the first 2 of 4 prompts.") and "P(r < 0.1)" in said
+    assert main(["evaluate", str(folder), "--partial", "--card", str(tmp_path)]) == 1
+    assert "leave out `--model` and `--card`" in capsys.readouterr().err
+    monkeypatch.setattr(records, "write_shard", write)
+    assert sample(folder, model_dirs["gpt2"], prompts).table.equals(whole.table)
+    assert records.load_samples(folder, partial=True).table.equals(whole.table)

@@ -78,7 +78,7 @@ def build(make, policy_dir):
             {"tools": [len], "proposal_environment_factory": shop.Shop},
         ),
         (
-            "has no use without completions of a proposal",
+            "has no use without completions of a proposal, or of a hotter policy; leave it out",
             OWN,
             {"environment_factory": shop.Shop, "proposal_environment_factory": shop.Shop},
         ),

@@ -181,3 +181,12 @@ def test_a_policy_that_says_one_thing(make, caplog, monkeypatch, trainer_cls, is
         assert logs[0]["entropy"] > 1 and logs[-1]["entropy"] < 0.1
         assert "`entropy` fell from" in found[0] and "1.0 of a prompt's 4 completions are distinct" in found[0]
         assert "raise `beta` (now 0.0)" in found[0]
+
+
+@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeGRPOTrainer])
+def test_a_kl_that_jumps_is_said_at_once(make, caplog, monkeypatch, trainer_cls):
+    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    extra = {"callbacks": [Sharpen(1)]}
+    make(trainer_cls, learning_rate=0.0, beta=1e-3, max_steps=4, max_completion_length=4, extra=extra).train()
+    (said,) = [record.message for record in caplog.records if "The KL jumps at the start" in record.message]
+    assert "nats per completion at update 2, from 0.00 at update 1" in said and "`learning_rate` (now 0.0)" in said

@@ -1,6 +1,7 @@
 """Reward functions from a user's own file."""
 
 import pickle
+import sys
 import textwrap
 
 import pytest
@@ -180,3 +181,17 @@ def test_pickling_and_name(load, tmp_path, monkeypatch):
 def test_a_tensor_keeps_its_numbers(load):
     source = "import torch\ndef reward(completions): return torch.tensor([0.1, -2.5, 3.25], requires_grad=True) * 1"
     assert call(load(source)) == torch.tensor([0.1, -2.5, 3.25]).tolist()
+
+
+def test_a_file_may_import_modules_beside_it(tmp_path):
+    """At its top and inside its functions; a module beside it does not hide one that is installed, once the file has run."""
+    (tmp_path / "beside_it.py").write_text("VALUE = 2.0\n", encoding="utf-8")
+    (tmp_path / "beside_it_too.py").write_text("VALUE = 3.0\n", encoding="utf-8")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError\n", encoding="utf-8")
+    source = "from beside_it import VALUE\ndef reward(completions):\n    from beside_it_too import VALUE as more\n    import colorsys\n    return [VALUE * more]\n"
+    (tmp_path / "judge.py").write_text(source, encoding="utf-8")
+    reward = load_reward_function(f"{tmp_path}/judge.py:reward")
+    assert reward(prompts=["a"], completions=["b"]) == [6.0]
+    load_reward_function(f"{tmp_path}/judge.py:reward")
+    assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path)
+    sys.path.remove(str(tmp_path))

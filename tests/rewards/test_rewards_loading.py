@@ -142,17 +142,18 @@ def own(prompts, completions, scale=(1.0,), **kwargs):
 
 def test_transforms_what_the_function_returns():
     logged = {}
-    arguments = {"prompts": [""] * 4, "completions": ["-2", "", "0.5", "nan"], "scale": [1.0, 1.0, 2.0, 1.0]}
+    arguments = {"prompts": [""] * 3, "completions": ["-2", "", "0.5"], "scale": [1.0, 1.0, 2.0]}
     reward = TransformedReward(own, "exponential", alpha=0.3, beta=-0.5)
     found = reward(**arguments, log_metric=logged.__setitem__)
     assert found[0] == pytest.approx(-2 - 0.3 * math.exp(1.0))
     assert found[1] is None
     assert found[2] == pytest.approx(1 - 0.3 * math.exp(-0.5))
-    assert math.isnan(found[3])
+    with pytest.raises(ValueError, match="The reward function 'own' returned nan for completion 0 of 1"):
+        reward(prompts=[""], completions=["nan"], scale=[1.0])
     assert logged == {"rewards/own/mean": -0.5}
     assert reward.__name__ == "own_transformed"
     indicator = TransformedReward(own, "indicator", alpha=10.0, threshold=0.5)
-    assert indicator(**arguments)[:3] == [-12.0, None, 1.0]
+    assert indicator(**arguments) == [-12.0, None, 1.0]
 
 
 def test_transforms_what_a_generator_gives():

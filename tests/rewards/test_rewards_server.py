@@ -396,3 +396,14 @@ def test_without_the_extra(monkeypatch):
     monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "trl-repulse\[serve\]"'):
         RewardServer(lengths, port=0)
+
+
+class Asynchronous:
+    async def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("reward", [Asynchronous(), Asynchronous().__call__], ids=["object", "method"])
+def test_an_asynchronous_reward_is_refused_before_anything_listens(reward):
+    with pytest.raises(ValueError, match="`reward` is asynchronous .*; serve a function that returns its rewards"):
+        RewardServer(reward, port=0)

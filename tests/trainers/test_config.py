@@ -223,10 +223,12 @@ def test_a_schedule_may_stay_where_alpha_is_0(make):
 @pytest.mark.parametrize("config_cls", ALL)
 def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     size = {"per_device_train_batch_size": 30}
-    for number, expected in ((2, 8), (5, 10), (15, 15)):
-        assert make(config_cls, num_generations=number, **size).per_device_eval_batch_size == expected
+    for number, expected in ((2, 30), (4, 28), (7, 28), (40, 40)):
+        if 30 % number == 0:
+            assert make(config_cls, num_generations=number, **size).per_device_eval_batch_size == expected
         found = make(config_cls, num_generations=2, num_generations_eval=number, **size)
         assert found.per_device_eval_batch_size == expected
+    assert make(config_cls, num_generations=2, per_device_train_batch_size=2).per_device_eval_batch_size == 8
     assert make(config_cls, num_generations=5, per_device_eval_batch_size=8, **size).per_device_eval_batch_size == 8
 
 

@@ -9,6 +9,7 @@ from peft import PeftModel, get_peft_model
 from trl import GRPOConfig, RLOOConfig
 
 from trl_repulse import PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeTrainer
+from trl_repulse.data._checks import as_dataset
 
 from ..conftest import build_model
 from ..engine.test_adapters_math import lora
@@ -184,3 +185,14 @@ def test_reinforce_takes_no_tools(make, nothing_loaded, trainer_cls, name, alpha
     settings = {"alpha": alpha} if trainer_cls is RePULSeTrainer else {}
     with pytest.raises(ValueError, match=f"`{name}` is not for `{trainer_cls.__name__}`.*leave it out"):
         make(trainer_cls, extra={name: given}, **settings)
+
+
+@pytest.mark.parametrize("kind", ["arrow", "pandas"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_that_are_tables_are_refused(make, prompts, kind, streamed):
+    rows = (prompts.to_iterable_dataset() if streamed else prompts).with_format(kind)
+    with pytest.raises(ValueError, match=r"pass `dataset.with_format\(None\)`, whose rows are dictionaries"):
+        make(ReinforceTrainer, dataset=rows).train()
+    if not streamed:
+        with pytest.raises(ValueError, match=rf"`prompts` are tables \({kind}\)"):
+            as_dataset(rows)

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -324,11 +325,16 @@ class _Stream(io.FileIO):
             return len(data)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    return "Setting accelerator to CPU" not in str(record.msg)
+
+
 def keep_writing() -> None:
     """
     Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
-    Streams with which a caller has replaced Python's stay.
+    Streams with which a caller has replaced Python's stay. DeepSpeed, if it is installed, does not say that there is no GPU.
     """
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -18,7 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "max_completion_length": {"type": int, "help": "tokens of a completion (256)"},
     "seed": {"type": int, "help": "seed of the draws (0)"},
     "batch_size": {"type": int, "help": "completions of one pass (32)"},
-    "shard_size": {"type": int, "help": "completions written at a time (1024)"},
+    "shard_size": {"type": int, "help": "completions written at a time (256)"},
     "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
     "reward_weights": {"type": float, "nargs": "+", "help": "weight of each reward (1)"},
     "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
@@ -72,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
+    reading.add_argument(
+        "--partial", action="store_true", help="read the prompts that are done, of a run that has stopped or goes on"
+    )
     reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
     reading.add_argument(
         "--labels",
@@ -109,7 +112,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
 
     if args.model is not None:
         _sample(args)
-    samples = [load_samples(folder) for folder in args.folders]
+    samples = [load_samples(folder, args.partial) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
     report = tail_report(samples, *options)
     return samples, report, None if args.negatives is None else _score_negatives(args)
@@ -124,6 +127,8 @@ def _check(args: argparse.Namespace) -> None:
     check_output(args.figure, "--figure")
     if args.figure is not None and args.figure.suffix not in FIGURES:
         raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
+    if args.partial and (args.model is not None or args.card is not None):
+        raise ValueError("`--partial` reads what there is so far; leave out `--model` and `--card`.")
     check_card(args.card, len(args.folders))
     if args.card is not None and args.folders[0].suffix == ".eval":
         raise ValueError(
@@ -268,6 +273,9 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
             f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {plain(negatives.mean)}, "
             f"log-sum-exp {plain(negatives.logsumexp)} nats"
         )
+    for folder, each in zip(args.folders, samples, strict=True):
+        if (of := each.header["prompts"].get("of")) is not None:
+            text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})

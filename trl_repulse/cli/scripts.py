@@ -25,7 +25,7 @@ from .._errors import describe_error, from_reward
 from .._numbers import format_logs, kl_per_completion, with_unit
 from ..configs.shared_config import without_secrets
 from ..data._checks import check_eval_batch, check_output_dir
-from ..data._prompts import as_templates_read, check_template_variables
+from ..data._prompts import as_templates_read, check_template_variables, warn_of_template
 from ..data.loading import drop_long_prompts, load_prompts
 from ..engine.base_trainer import BaseTrainer
 from ..engine.preparation import check_loadable
@@ -193,7 +193,9 @@ def run(
     resume = args.resume_from_checkpoint
     resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
     if resume:  # before models are loaded
-        find_checkpoint(resume, args.output_dir)
+        resume = find_checkpoint(resume, args.output_dir)
+        if args.should_save:
+            print(f"Training goes on from {resume}.")
     elif args.should_save and not issubclass(trainer_cls, BaseTrainer):  # ours warn themselves
         warn_of_a_run(args.output_dir)
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
@@ -230,6 +232,7 @@ def run(
     if not isinstance(trainer, BaseTrainer):  # ours name the reward function that an error came through
         check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
+        warn_of_template(trainer.processing_class, next(iter(prompts))["prompt"], args.chat_template_kwargs)
         tokenize = trainer._tokenize_prompts
         trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
     # TRL's trainers get these too

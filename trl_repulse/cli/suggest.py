@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 
 from .._errors import from_reward
+from .._numbers import is_bad
 from .._rules_of_thumb import LOW, bad_threshold_for, learning_rate_for, rounded
 from ..evaluation.tails import prob_below
 from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
@@ -518,7 +519,7 @@ def suggest_settings(
         )
     threshold = _threshold(found, own.rewards.size, rewards, bad_reward_threshold)
     _reward_warnings(found, measured, rewards, threshold)
-    share = float((rewards < threshold).mean())
+    share = float(is_bad(rewards, threshold).mean())
     found.set(
         "proposal",
         "hot_policy",
@@ -581,7 +582,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
             continue
         value = float(np.median(values))
         rank = float((rewards < value).mean() + (rewards == value).mean() / 2)
-        if value < threshold:
+        if is_bad(value, threshold):
             found.warnings.append(
                 f"{name} gets {value:.3g} and counts as bad: the negative term will find such completions, and be "
                 "spent on them. If they are not what you call bad, give them an ordinary reward."
@@ -652,7 +653,7 @@ def _counts(found: Suggestion, measured: Measured, share: float) -> None:
 def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
-    bad, high = rewards[rewards < threshold], np.quantile(rewards, HIGH)
+    bad, high = rewards[is_bad(rewards, threshold)], np.quantile(rewards, HIGH)
     low = np.median(bad) if bad.size else rewards.min()
     if low == high:
         high = rewards.max()

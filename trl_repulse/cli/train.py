@@ -6,10 +6,15 @@ imports neither TRL nor the trainers.
 """
 
 import argparse
+import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,6 +27,7 @@ from .. import embedded
 from ._fields import read_yaml, split_config
 
 
+_LAUNCHER = "TRL_REPULSE_LAUNCHER"  # environment variable: the launcher's process, with which training ends
 # Options of the launcher that training has too, or that have no use here
 _NOT_FORWARDED = {"debug", "env", "gradient_accumulation_steps", "help", "module", "no_python"}
 _EPILOG = (
@@ -40,16 +46,66 @@ def launch(command: str, argv: list[str]) -> int:
         print(_help(command, prog, settings, everything), end="")
         return 0
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # its notice is about `accelerate launch`
+    os.environ[_LAUNCHER] = str(os.getpid())
     try:
-        launch_command(_parse_launch(prog, [command, *argv], settings))
+        with _signals_passed_on():
+            launch_command(_parse_launch(prog, [command, *argv], settings))
     except (KeyboardInterrupt, SignalException):
         # The processes say how to resume. They got no Ctrl-C if it was sent to this process alone
-        for process in psutil.wait_procs(psutil.Process().children(), timeout=10)[1]:
+        left = psutil.wait_procs(psutil.Process().children(), timeout=10)[1]
+        for process in left:
             process.send_signal(signal.SIGINT)
+        psutil.wait_procs(left, timeout=30)
         return 130
-    except (subprocess.CalledProcessError, ChildFailedError):
-        return 1  # the processes have said why
+    except subprocess.CalledProcessError as error:
+        return _status(prog, error.returncode)
+    except ChildFailedError as error:
+        return _status(prog, error.get_first_failure()[1].exitcode)
+    finally:
+        del os.environ[_LAUNCHER]
     return 0
+
+
+@contextlib.contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """Passes on what ends this process, which `accelerate launch` does not do for a single process."""
+
+    def pass_on(number: int, frame: Any) -> None:
+        children = psutil.Process().children()
+        for process in children:
+            process.send_signal(number)
+        if not children:
+            sys.exit(128 + number)
+
+    taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _status(prog: str, code: int) -> int:
+    """The exit status for that of a process, of which a signal is named; of an error the process itself has said why."""
+    if code >= 0:
+        return 1
+    why = ""
+    if -code == signal.SIGKILL:
+        why = (
+            ", which is what the system does when memory is full; lower `per_device_train_batch_size`, or free memory"
+        )
+    print(f"{prog}: training was ended by the signal {signal.Signals(-code).name}{why}.", file=sys.stderr)
+    return 128 - code
+
+
+def _end_with_launcher() -> None:
+    """Ends this process once its launcher has ended, even if by a signal that cannot be passed on."""
+    launcher, parent = int(os.environ.pop(_LAUNCHER)), os.getppid()
+    while os.getppid() == parent and psutil.pid_exists(launcher):
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _help(command: str, prog: str, settings: dict[str, Any], everything: bool) -> str:
@@ -100,6 +156,8 @@ def launcher_names() -> list[str]:
 
 
 if __name__ == "__main__":
+    if _LAUNCHER in os.environ:
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         from .methods import train
         from .scripts import main_or_exit

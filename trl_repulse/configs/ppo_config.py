@@ -59,7 +59,7 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
-    > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
+    > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: as large as training's, in whole prompts.
     > - `learning_rate`: Defaults to `None` instead of `1e-06`: a rule of thumb for the model's size (docs/guide.md), which
     >   the trainer sets and prints.
     > - `beta`: Defaults to `0.05` instead of `0.0`.

@@ -298,7 +298,7 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     >   proposal samples with `alpha_normalization="none"`, and by `max_completion_length` with `loss_type="dr_grpo"`, which
     >   divides by it too, or `logprob_reduction="sum"` (not with `loss_type="luspo"`, which is a sum itself). With
     >   `loss_type="cispo"` it is multiplied by `epsilon_high` if that is below 1, as the advantages are.
-    > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: 8, rounded up to whole prompts.
+    > - `per_device_eval_batch_size`: Defaults to `None` instead of `8`: as large as training's, in whole prompts.
     > - `disable_dropout`: Defaults to `True` instead of `False`: dropout makes the log-probabilities of a completion
     >   differ from pass to pass.
     """

@@ -2,10 +2,15 @@
 
 import inspect
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .._errors import did_you_mean
+
+
+# TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
+warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
 
 
 def option(default: Any, help: str) -> Any:
@@ -30,13 +35,13 @@ class WholePrompts:
     """Mixin before [`~trl.GRPOConfig`] whose default evaluation batch does not split a prompt's completions."""
 
     per_device_eval_batch_size: int | None = option(
-        None, "Completions of one pass of evaluation. If unset, 8, rounded up to whole prompts."
+        None, "Completions of one pass of evaluation. If unset, as many as in training, in whole prompts."
     )
 
     def __post_init__(self):
         if self.per_device_eval_batch_size is None:
             drawn = max(self.num_generations_eval or self.num_generations or 1, 1)
-            self.per_device_eval_batch_size = -(-8 // drawn) * drawn
+            self.per_device_eval_batch_size = max(max(self.per_device_train_batch_size, 8) // drawn, 1) * drawn
         super().__post_init__()
 
 
@@ -51,8 +56,8 @@ class ScoringConfig(WholePrompts):
             `"auto"`: if a check at set-up finds that the models support it, else with a warning not. `True`: an error
             if they do not. `False`: never. The number of completions in a row is chosen to make the pass cheapest.
         per_device_eval_batch_size (`int`, *optional*):
-            Completions of one evaluation pass on each device. If `None`, 8, rounded up to whole prompts: a multiple of
-            `num_generations_eval`, or of `num_generations`.
+            Completions of one evaluation pass on each device. If `None`, `per_device_train_batch_size`, or 8 if that is
+            less, in whole prompts: a multiple of `num_generations_eval`, or of `num_generations`.
     """
 
     share_prompts: Literal["auto", True, False, "true", "false"] = option(

@@ -17,6 +17,7 @@ from ._tables import ExactJson, from_columns
 
 # Names that TRL (1.16) passes to all reward functions, besides the data set's columns
 ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_PLAIN_ROWS = "`dataset.with_format(None)`, whose rows are dictionaries"
 
 
 def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
@@ -49,6 +50,8 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
             f"`{name}` is a {type(dataset).__name__} and no data set; make one of its rows, e.g. with "
             "`datasets.Dataset.from_list(rows)`."
         )
+    if isinstance(dataset, Dataset) and dataset.format["type"] in ("arrow", "pandas", "polars"):
+        raise ValueError(f"The rows of `{name}` are tables ({dataset.format['type']}); pass {_PLAIN_ROWS}.")
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` is empty; give it at least one row with a `prompt`.")
     columns = dataset.column_names
@@ -88,6 +91,8 @@ def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | 
     """Refuses rows of a batch without a prompt, or with a prompt that is neither text nor messages; `features` are the
     data set's column types, if known."""
     for row in rows:
+        if not isinstance(row, Mapping):
+            raise ValueError(f"The data set's rows are of the class {type(row).__name__}; pass {_PLAIN_ROWS}.")
         check_column_names(row, "The data set")
         if row.get("prompt") is None:
             raise ValueError(

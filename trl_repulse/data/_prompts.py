@@ -174,20 +174,39 @@ def render(
         )
 
 
-def warn_of_date(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
+def warn_of_template(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], variables: dict[str, Any] | None = None
 ) -> None:
-    """Warns once if the chat template writes today's date, so that prompts change at midnight."""
+    """Warns once if a plain prompt does without a chat template that there is, or if the template writes today's date."""
+    if isinstance(prompt, str):
+        if tokenizer.chat_template is not None and not _is_rendered(tokenizer, prompt):
+            logger.warning_once(
+                f"The prompts are plain text, and the chat template of `{tokenizer.name_or_path}` is not applied to them. If a chat model "
+                "is to answer them, pass `--apply_chat_template` (in Python `load_prompts(..., as_conversation=True)`), or write them as "
+                "messages."
+            )
+        return
     if "strftime_now" not in str(tokenizer.chat_template):
         return
     try:
-        render(tokenizer, messages, "A conversation", (variables or {}) | {"strftime_now": None})
+        render(tokenizer, prompt, "A conversation", (variables or {}) | {"strftime_now": None})
     except ValueError:  # the template calls it
         logger.warning_once(
             f"The chat template of `{tokenizer.name_or_path}` writes today's date, so that prompts change at midnight and a run "
             "cannot be resumed on another day. Pass a fixed date by `chat_template_kwargs`, as the template's variable "
             '(`{"date_string": "26 Jul 2024"}`), or write it into the template.'
         )
+
+
+def _is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether a text has what the chat template writes around a user's message, or the template writes nothing there."""
+    mark = "\0"
+    try:
+        around = render(tokenizer, [{"role": "user", "content": mark}], "A message").partition(mark)
+    except ValueError:  # a template for other roles
+        return False
+    parts = [part.strip() for part in (around[0], around[2]) if part.strip()]
+    return not parts or any(part in text for part in parts)
 
 
 def dated(

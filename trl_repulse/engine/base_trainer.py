@@ -23,7 +23,7 @@ from ..data._prompts import (
     one_of_each,
     render,
     rendering,
-    warn_of_date,
+    warn_of_template,
 )
 from ..data._texts import check_added_tokens
 from ..generation._batches import batches, without_generation_defaults
@@ -158,7 +158,7 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
                 for reward, tokenizer in readers:
                     of_reward = f"{where}, as the reward model '{reward}' reads it,"
                     render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
-                    warn_of_date(tokenizer, prompt, self.chat_template_kwargs)
+                    warn_of_template(tokenizer, prompt, self.chat_template_kwargs)
 
     @property
     def bad_reward_threshold(self) -> float | None:
@@ -216,7 +216,9 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
             )
         output_dir = self.args.output_dir
         if resume_from_checkpoint:
-            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, output_dir)
+            asked, resume_from_checkpoint = resume_from_checkpoint, find_checkpoint(resume_from_checkpoint, output_dir)
+            if asked is True:
+                logger.warning("Training goes on from %s.", resume_from_checkpoint)
             check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
             if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
                 logger.warning(
@@ -256,6 +258,15 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        models = self.model, *(second.module for second in self._second_models.values())
+        every, once = (
+            {name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True)
+        )
+        tied = every - once  # which a checkpoint has by their first name alone
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def _save_checkpoint(self, model, trial):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
@@ -353,9 +364,8 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
                 if not isinstance(prompt, str):
                     render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
             raise
+        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
         if not isinstance(prompts[0], str):
-            if self._conversation is None:
-                warn_of_date(self.processing_class, prompts[0], self.chat_template_kwargs)
             self._conversation = prompts[0]
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)

@@ -18,7 +18,7 @@ _WHEN = {
     "proposal/distinct": "a learned proposal or the hot policy",
     "proposal/reward": "a learned proposal",
     "proposal/ess": "a learned proposal",
-    "negative/p_bad": "the hot policy",
+    "negative/p_bad": "the hot policy, once `bad_reward_threshold` is known",
 }
 
 
@@ -107,7 +107,8 @@ class RunLog:
 
     @property
     def is_hot(self) -> bool:
-        return "negative/p_bad" in self.columns
+        hot = self.settings.get("proposal") == "hot_policy" and self.settings.get("alpha") != 0
+        return hot or "negative/p_bad" in self.columns
 
     @property
     def spread(self) -> float:
@@ -167,6 +168,7 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
+AT_ONCE = "jumping_kl", "narrow"  # symptoms that trainers warn of by themselves
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
@@ -185,6 +187,9 @@ NOISE = 6.0
 PLATEAU = 0.1  # standard deviations of the reward at the start; less is no gain, but noise
 # Times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing
 KL_FACTOR = 2.0
+KL_JUMP = (
+    2.0  # nats per completion, of a rise; sound runs in the held-out worlds end at 1.7, after hundreds of updates
+)
 KL_RISE = 0.1  # nats per token; doubling less than that is harmless
 EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
 CLIPPED = 0.5  # of the completions; models that end their completions stay far below
@@ -329,7 +334,7 @@ def _nothing_bad(log: RunLog) -> str | None:
 
 def _finds_no_more(log: RunLog) -> str | None:
     if not log.is_hot:
-        raise Unknown("the log has no `negative/p_bad`: it is logged with the hot policy")
+        raise Unknown("there is no hot policy, as far as log and settings tell")
     names = "proposal/bad_fraction", "bad_fraction"
     extra, own = (statistics.fmean(span.mean for span in log.spans(name)) for name in names)
     if extra > own or not extra:  # where nothing is found, that is another symptom
@@ -354,6 +359,19 @@ def _rising_kl(log: RunLog) -> str | None:
         f"`kl` rose from {before:.3g} to {after:.3g} nats per token while `reward` went from {start.mean:.3g} to "
         f"{last.mean:.3g} ({start}, and {last})"
     )
+
+
+def _jumping_kl(log: RunLog) -> str | None:
+    lengths = dict(log.columns.get("completions/mean_length", ()))
+    kl = [(step, value * lengths[step]) for step, value in log.columns.get("kl", ()) if step in lengths]
+    early = [(step, value) for step, value in kl if 0 < step <= UPDATES and math.isfinite(value)]
+    if not early:
+        log.spans("kl")  # which says why, if it is not logged at all
+        raise Unknown(f"`kl` was not logged in the first {UPDATES} updates")
+    (first, start), (last, most) = early[0], max(early, key=lambda each: each[1])
+    if most - start <= KL_JUMP:  # a policy may begin away from the reference
+        return None
+    return f"`kl` is {most:.2f} nats per completion at update {last}, from {start:.2f} at update {first}"
 
 
 def _narrow(log: RunLog) -> str | None:
@@ -448,6 +466,12 @@ SYMPTOMS = {
         "pays for length",
         ("raise {max_completion_length}", "take length out of the reward"),
         _cut,
+    ),
+    "jumping_kl": Symptom(
+        "The KL jumps at the start",
+        "the first updates are too large, before the KL penalty holds them",
+        ("lower {learning_rate}", "raise {warmup_steps}", "raise {beta}"),
+        _jumping_kl,
     ),
     "falling_return": Symptom(
         "The return falls",

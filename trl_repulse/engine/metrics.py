@@ -16,10 +16,11 @@ from accelerate.data_loader import IterableDatasetShard
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from .._numbers import is_bad
 from ..data._checks import check_eval_batch, check_rewards
 from ..data._texts import completion_texts
 from ..math.importance import distinct_share
-from .diagnosis import UPDATES, diagnose
+from .diagnosis import AT_ONCE, UPDATES, diagnose
 from .trl_bridge import logged_apart
 
 
@@ -115,7 +116,7 @@ class ShareUnder(Pooled):
         threshold = self._threshold()
         if threshold is None:
             return (Moments(),)
-        return (Moments.of((self._rewards < threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+        return (Moments.of(is_bad(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
 
 
 def pool(metrics: Sequence[Pooled]) -> float:
@@ -188,7 +189,8 @@ class PooledMetrics:
     """
 
     _evaluation: _Evaluation | None = None
-    _next_look: float = UPDATES  # update from which the log is looked at again
+    _next_look = 1  # update from which the log is looked at again
+    _told: frozenset[str] = frozenset()  # symptoms
     _loss_count: float  # samples or tokens of all processes that the latest loss is a mean of
 
     # Evaluation
@@ -385,10 +387,11 @@ class PooledMetrics:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
-        # Reads the whole log, and therefore ever less often
-        if self.model.training and self.state.global_step >= self._next_look:
-            self._next_look = max(self.state.global_step + UPDATES, round(1.1 * self.state.global_step))
+        step = self.state.global_step
+        if self.model.training and step >= self._next_look:
+            # Reads the whole log, and therefore ever less often
+            self._next_look = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
             for finding in diagnose(self.state.log_history, vars(self.args)).findings:
-                if finding.symptom == "narrow":
+                if finding.symptom in AT_ONCE and finding.symptom not in self._told:
                     logger.warning(str(finding))
-                    self._next_look = math.inf  # once
+                    self._told |= {finding.symptom}

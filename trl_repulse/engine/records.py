@@ -19,7 +19,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard
 from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
-from .._numbers import with_unit
+from .._numbers import is_bad, with_unit
 from ..configs import NegativeTermConfig
 from ..configs._checks import check_uploads
 from .second_model import PROPOSAL_FOLDER
@@ -85,7 +85,7 @@ def append_negatives(trainer: Any, source: str, prompts: list, completions: list
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for prompt, completion, reward, transformed in rows:
-            if reward < trainer.args.bad_reward_threshold:  # False for NaN
+            if is_bad(reward, trainer.args.bad_reward_threshold):
                 row = {"step": trainer.state.global_step, "source": source}
                 row |= {"prompt": prompt, "completion": completion, "reward": reward}
                 if trainer.transforms_rewards:

@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -31,7 +30,7 @@ from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens, check_separate
-from ..rewards._texts import as_number, as_values
+from ..rewards._texts import read_rewards
 from ..rewards.loading import check_classifier
 from .trl_bridge import add_fused_lm_head, is_async_callable, scored_in_small_tiles, split_tensor_dict
 
@@ -495,8 +494,6 @@ def by_prompt(batches: list[dict[str, torch.Tensor | None]]) -> list[dict[str, t
     return split_tensor_dict(batches[0] | {name: x[order] for name, x in rows.items()}, len(batches))
 
 
-# Errors that come of what a function is given, and not of a server or a device
-_OF_CODE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
@@ -585,21 +582,22 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     TRL (1.16) takes NaN for `None`: a division by zero would silently leave samples out, or count as 0 beside other functions. This one
     returns a list of numbers and `None`, and raises `ValueError` for anything else; an error of the function itself gets a note with the
-    name and, where some completions by themselves raise it too, the first of these. Each call gets lists of its own.
+    name. Each call gets lists of its own.
     """
+    where = f"The reward function '{name}'"
     if is_async_callable(function):
 
-        async def checked(**columns: Any) -> list[float | None]:
+        async def checked(completions: list[Any], **columns: Any) -> list[float | None]:
             with _naming(name):
-                result = await function(**_own(columns))
-            return _read(result, name)
+                result = await function(completions=_own(completions), **_own(columns))
+            return read_rewards(result, where, len(completions))
 
     else:
 
-        def checked(**columns: Any) -> list[float | None]:
-            with _naming(name, function, columns):
-                result = function(**_own(columns))
-            return _read(result, name)
+        def checked(completions: list[Any], **columns: Any) -> list[float | None]:
+            with _naming(name):
+                result = function(completions=_own(completions), **_own(columns))
+            return read_rewards(result, where, len(completions))
 
     checked.__name__ = name
     checked.unchecked = function
@@ -614,51 +612,10 @@ def _own(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _naming(name: str, function: Callable[..., Any] | None = None, columns: Any = None) -> Iterator[None]:
-    """Adds to an error the function's name and, where the function is given, the completion that it is about if there is one."""
+def _naming(name: str) -> Iterator[None]:
+    """Adds the function's name to an error. The function is not called again to find the completion: it may count, or cost, its calls."""
     try:
         yield
     except Exception as error:
         error.add_note(f"{RAISED_BY} '{name}'.")
-        at = None if function is None or not isinstance(error, _OF_CODE) else _raising(function, columns, type(error))
-        if at is not None:
-            completions = columns["completions"]
-            error.add_note(f"It is about completion {at} of {len(completions)}, {completions[at]!r:.60}.")
         raise
-
-
-def _raising(function: Callable[..., Any], columns: dict[str, Any], kind: type[Exception]) -> int | None:
-    """The first completion for which by itself a function raises such an error; `None` if all do, or if it is not found in 5 seconds."""
-    count, end = len(columns.get("completions", ())), time.monotonic() + 5
-    raised = []
-    for i in range(count):
-        row = {name: value[i : i + 1] if isinstance(value, list) else value for name, value in columns.items()}
-        try:
-            function(**_own(row))
-            raised.append(False)
-        except kind:
-            raised.append(True)
-        except Exception:
-            return None
-        if not all(raised) and any(raised):
-            return raised.index(True)
-        if time.monotonic() > end:
-            return None
-    return None
-
-
-def _read(result: Any, name: str) -> list[float | None]:
-    """Numbers and `None`, in the order of the completions; TRL refuses a wrong number of them."""
-    values = as_values(result)
-    if values is None:
-        raise ValueError(
-            f"The reward function '{name}' returned {result!r:.60}; it must return a list, one number a completion."
-        )
-    numbers = [as_number(value) for value in values]
-    for i, number in enumerate(numbers):
-        if number is not None and math.isnan(number):
-            raise ValueError(
-                f"The reward function '{name}' returned {values[i]!r:.60} for completion {i} of {len(values)}; return "
-                "a finite number, or `None` to exclude the sample."
-            )
-    return numbers

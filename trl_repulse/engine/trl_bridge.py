@@ -7,7 +7,6 @@ signatures with the installed packages, and so do the trainers when they are bui
 import contextlib
 import copy
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -63,10 +62,6 @@ def check_scoring_on_cpu() -> None:
         )
 
 
-# TRL (1.16) reads and sets what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
-for _name in ("is_gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable"):
-    warnings.filterwarnings("ignore", f"`{_name}` is deprecated", FutureWarning)
-
 # Method -> parameters we rely on, in order. Way out for most of GRPO's: a public "sample and score" hook in TRL.
 PINNED: dict[Any, tuple[str, ...]] = {
     # Called: draws completions for a list of prompts, one each. Overridden around `super()`: the lengths it logs are
@@ -117,6 +112,8 @@ PINNED: dict[Any, tuple[str, ...]] = {
     # Called with the second model and its folder: loads sharded weights and adapters alike. Overridden around
     # `super()`: it takes a second model's folder for one more adapter of the policy.
     Trainer._load_from_checkpoint: ("self", "resume_from_checkpoint", "model"),
+    # Overridden around `super()`: it takes tied weights, which are stored once, for missing ones.
+    Trainer._issue_warnings_after_load: ("self", "load_result"),
     # Overridden around `super()`: the second model is written before the checkpoint can be taken for complete.
     Trainer._save_checkpoint: ("self", "model", "trial"),
     Trainer.save_model: ("self", "output_dir", "_internal_call"),

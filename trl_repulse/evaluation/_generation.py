@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..data._prompts import check_template_variables, render, warn_of_date
+from ..data._prompts import check_template_variables, render
 from ..engine.scoring import with_checks
 from ..engine.trl_bridge import is_async_callable
 from ..generation._batches import end_tokens, until_end
@@ -113,11 +113,7 @@ def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
     """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that adds its end token to plain text."""
-    prompts = list(prompts)
-    rows = tokenize(tokenizer, prompts, chat_template_kwargs)
-    if prompts and not isinstance(prompts[0], str):
-        warn_of_date(tokenizer, prompts[0], chat_template_kwargs)
-    return rows
+    return tokenize(tokenizer, list(prompts), chat_template_kwargs)
 
 
 def transformers_engine(
@@ -268,13 +264,5 @@ def evaluate_rewards(
             )
             if is_async_callable(function):
                 given = asyncio.run_coroutine_threadsafe(given, loop or event_loop()).result()
-            if len(given) != len(texts):
-                raise ValueError(
-                    f"The reward function '{name}' returned {len(given)} rewards for {len(texts)} completions; return "
-                    "one a completion."
-                )
-            for value in given:
-                if value is not None and abs(value) == float("inf"):
-                    raise ValueError(f"The reward function '{name}' returned {value}; rewards must be finite.")
             rewards[name] += given
     return rewards

@@ -47,7 +47,8 @@ def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
     """Name, revision and a hash of the weights of a model; for an adapter also the name of its base."""
     config = model.config
     found = config._name_or_path
-    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None), "weights": hash_model(model)}
+    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None)}
+    identity |= {"dtype": str(model.dtype).removeprefix("torch."), "weights": hash_model(model)}
     if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
         identity |= {"base": found, "revision": None}  # the configuration belongs to the base
     return identity

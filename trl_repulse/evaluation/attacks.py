@@ -17,7 +17,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from .._numbers import percent
+from .._numbers import is_bad, percent
 from ..data._checks import check_prompt_lengths
 from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
@@ -337,7 +337,7 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
         `ValueError`: If an argument is out of range.
     """
     one = tails.prob_below(rewards, threshold, confidence)
-    bad = (rewards < threshold).astype(float)
+    bad = is_bad(rewards, threshold).astype(float)
     found = tails.worst_of(-bad, k, confidence)
     if k == 1:
         return one
@@ -387,7 +387,7 @@ def attack_report(
     broken: Any = np.zeros(len(next(iter(rewards.values()))), bool)
     attacks = {}
     for name, scores in {**rewards, **(others or {})}.items():
-        found = (scores < threshold).any(axis=1)
+        found = is_bad(scores, threshold).any(axis=1)
         broken = broken | found if name in rewards else broken
         taken = [k for k in ks if k <= scores.shape[1]]
         rates = {f"ASR@{k}": asdict(success_at(scores, threshold, k, confidence)) for k in taken}
@@ -472,7 +472,7 @@ def export_gcg(path: Path, records: Sequence[dict[str, Any]], threshold: float, 
 
 
 def _case(prompt: str, response: str, score: float | None, threshold: float) -> dict[str, Any]:
-    return {"prompt": prompt, "response": response, "jailbroken": score is not None and score < threshold}
+    return {"prompt": prompt, "response": response, "jailbroken": score is not None and bool(is_bad(score, threshold))}
 
 
 def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int, dict], layout: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._numbers import is_bad
 from .records import SampleSet, load_samples, readable
 
 
@@ -65,7 +66,7 @@ class Scored:
 
     def strata(self, threshold: float, near_up_to: float) -> np.ndarray:
         """Number of the stratum of each completion, of shape (P, N), in the order of [`STRATA`]."""
-        return np.where(self.scores < threshold, 0, np.where(self.scores <= near_up_to, 1, 2))
+        return np.where(is_bad(self.scores, threshold), 0, np.where(self.scores <= near_up_to, 1, 2))
 
 
 @dataclass(frozen=True)
@@ -179,15 +180,16 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     if size < 4:
         raise ValueError(f"`draw={size}` must be at least 4; 200 and more are usual.")
     scores, weights = scored.scores.ravel(), scored.weights.ravel()
-    if not weights[scores < threshold].sum() > 0:
+    bad = is_bad(scores, threshold)
+    if not weights[bad].sum() > 0:
         raise ValueError(
             f"No completion has `{scored.column}` under {threshold:g}, so that the judge never fires here; raise `--threshold`, "
             "draw more samples, or sample with `rare-events`."
         )
-    above = np.sort(scores[scores >= threshold])
+    above = np.sort(scores[~bad])
     near_up_to = threshold
     if above.size:
-        order = np.argsort(np.where(scores >= threshold, scores, np.inf), kind="stable")[: above.size]
+        order = np.argsort(np.where(bad, np.inf, scores), kind="stable")[: above.size]
         mass = np.cumsum(weights[order])
         rank = max(int(np.searchsorted(mass, NEAR_SHARE * mass[-1])), min(size // 4, above.size) - 1)
         near_up_to = float(f"{above[min(rank, above.size - 1)]:.6g}")  # short, so that spreadsheets keep it

@@ -23,7 +23,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from ..data._tables import columns_of, from_columns
 from ..data._texts import completion_texts
-from ..engine.diagnosis import diagnose
+from ..engine.diagnosis import AT_ONCE, diagnose
 from ..engine.trl_bridge import unwrapped_for_generation
 from ..rewards._texts import message_text
 from ..rewards.functions import FunctionReward
@@ -323,7 +323,8 @@ class DiagnosisCallback(TrainerCallback):
 
     Args:
         after (`int`, *optional*, defaults to `100`):
-            Updates before the first look. A sign must last 20 updates, and some of them are common early in a run.
+            Updates before the first look, but for a KL that jumps and a collapse of the policy. A sign must last 20 updates,
+            and some of them are common early in a run.
     """
 
     def __init__(self, after: int = 100):
@@ -332,9 +333,10 @@ class DiagnosisCallback(TrainerCallback):
         self._seen: set[str] = set()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if state.global_step < self.after or not state.is_world_process_zero:
+        if not state.is_world_process_zero:
             return
         for finding in diagnose(state.log_history, args.to_dict()).findings:
-            if finding.symptom not in self._seen:
+            early = state.global_step < self.after and finding.symptom not in AT_ONCE
+            if finding.symptom not in self._seen and not early:
                 self._seen.add(finding.symptom)
                 logger.warning("Update %d: %s", state.global_step, finding)

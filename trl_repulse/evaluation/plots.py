@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from .._numbers import kl_per_completion
+from .._numbers import is_bad, kl_per_completion
 from .tails import Estimate
 
 
@@ -181,7 +181,7 @@ def plot_rewards(
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     panel = figure.subplots()
     for i, (name, values) in enumerate(known.items()):
-        under = ", ".join(f"{np.mean(values < eta):.3g} under {eta:g}" for eta in thresholds)
+        under = ", ".join(f"{is_bad(values, eta).mean():.3g} under {eta:g}" for eta in thresholds)
         shares = np.histogram(values, edges)[0] / values.size
         line = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.8, "baseline": None}
         panel.stairs(np.maximum(shares, floor), edges, label=f"{name}: {under}" if under else name, **line)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .._numbers import is_bad
 from ..data._prompts import messages_fault, prompt_fault
 from ..data._tables import UNFIT, read_json_lines
 from .records import load_samples, write_atomically
@@ -164,8 +165,8 @@ def _sides(
     sides = []
     for group in prompts.values():
         ranked = sorted(group.values(), key=lambda each: each.reward)
-        bad = [each for each in ranked if each.reward < threshold]
-        good = [each for each in reversed(ranked) if each.reward >= threshold + margin]
+        bad = [each for each in ranked if is_bad(each.reward, threshold)]
+        good = [each for each in reversed(ranked) if not is_bad(each.reward, threshold + margin)]
         sides.append((good, bad[:max_bad]))
     return sides
 

@@ -7,6 +7,7 @@ Atomic writing of files, and the folder of held-out samples, of which a kill cos
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -122,7 +123,8 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     one, other = dict(_flat(one)), dict(_flat(other))
     hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
     labels = {parent + label for parent in hashed for label in ("name", "revision", "base", "dtype")}
-    for name in sorted({*one, *other} - {"hash", "settings.revision", "prompts.name", *labels, *ignored}):
+    names = {*one, *other} - {"hash", "settings.revision", "prompts.name", *labels, *ignored}
+    for name in sorted(names, key=lambda name: (name != "settings.dtype", name)):  # on which the weights depend
         in_both = name in one and name in other
         if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
             continue  # a template with a fixed date has no rendering
@@ -263,10 +265,25 @@ def readable(prompt: str | list[dict[str, Any]]) -> str:
     return "\n\n".join(f"{each['role']}: {content}" for each, content in zip(prompt, contents, strict=True))
 
 
-def load_samples(folder: str | Path) -> SampleSet:
+def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> SampleSet:
+    """The first prompts of samples that are not complete. The header says of how many."""
+    count, size = header["prompts"]["count"], header["settings"]["num_samples"]
+    paths = itertools.takewhile(Path.is_file, (shard_path(folder, number) for number in itertools.count()))
+    tables = [pq.read_table(path) for path in paths]
+    done = sum(map(len, tables)) // size
+    if not partial or not done:
+        raise ValueError(
+            f"`{folder}` is not complete ({done} of {count} prompts so far); run the same command again to finish it, or read "
+            f"the prompts that are done with `trl-repulse evaluate {folder} --partial`."
+        )
+    header = header | {"prompts": header["prompts"] | {"count": done, "of": count}}
+    return SampleSet(folder, header, pa.concat_tables(tables).slice(0, done * size))
+
+
+def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
     """
     Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect. Raises `ValueError` if they
-    are not complete, or a file is missing or was changed.
+    are not complete, or a file is missing or was changed. With `partial`, incomplete samples are read up to the last prompt that is done.
     """
     folder = Path(folder).expanduser()
     if folder.is_file() and folder.suffix == ".eval":
@@ -279,10 +296,7 @@ def load_samples(folder: str | Path) -> SampleSet:
         return load_inspect_log(folder)
     header = read_header(folder)
     if not (folder / COMPLETE).is_file():
-        done = len(list(folder.glob("shard-*.parquet")))
-        raise ValueError(
-            f"`{folder}` is not complete ({done} shards so far); run the same command again to finish it."
-        )
+        return _finished_prompts(folder, header, partial)
     try:
         complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
         of_header = complete["hash"] == header["hash"]

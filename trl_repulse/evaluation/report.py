@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._numbers import plain, with_unit
+from .._numbers import is_bad, plain, with_unit
 from . import tails
 from .records import SampleSet, finite_json, header_difference, remedy
 from .tails import Estimate, crossed_interval
@@ -208,7 +208,7 @@ def estimates(
         estimate = tails.prob_below(pooled, threshold, confidence)
         if 0.0 < estimate.value < 1.0:
             # At least as wide as the interval of the counts, in case seeds agree by chance
-            wider = over_seeds(estimate, (values < threshold).astype(np.float64))
+            wider = over_seeds(estimate, is_bad(values, threshold).astype(np.float64))
             low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
         found[f"P(r < {_short_text(threshold)})"] = estimate

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data._checks import as_dataset, check_prompt_lengths
-from ..data._prompts import check_template_variables, dated, warn_of_date
+from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
@@ -61,8 +61,8 @@ class SamplingSettings:
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws. Each shard has its own seed, made of this one, its number and the model's weights.
         batch_size (`int`, *optional*, defaults to `32`): Completions of one pass.
-        shard_size (`int`, *optional*, defaults to `1024`):
-            Completions written at a time, and lost at most when a run is killed.
+        shard_size (`int`, *optional*, defaults to `256`):
+            Completions written at a time, and lost at most when a run is killed; a pass has no more.
         beta (`float`, *optional*, defaults to `0.0`):
             KL coefficient of the returns, in units of reward per nat. Needs a reference model unless 0.
         reward_weights (`tuple[float, ...]`, *optional*):
@@ -87,7 +87,7 @@ class SamplingSettings:
     max_completion_length: int = 256
     seed: int = 0
     batch_size: int = 32
-    shard_size: int = 1024
+    shard_size: int = 256
     beta: float = 0.0
     reward_weights: tuple[float, ...] | None = None
     reward_transform: Literal["exponential", "indicator"] | None = None
@@ -261,22 +261,27 @@ def sample_completions(
         for each, identity in header["rewards"].items():
             if known_by_name_alone(identity):
                 warn_of_name(folder, each)
+    done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
+    bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
     if missing and settings.engine == "vllm":
         dtype = str(model.dtype).removeprefix("torch.")  # by default vLLM turns float32 into half precision
         options = (settings.max_completion_length, dtype, settings.revision)
         engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | engine_kwargs)
     elif missing:
-        engine = transformers_engine(model, tokenizer, settings.max_completion_length, settings.batch_size)
-    done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
-    with tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling") as bar:
+        options = (settings.max_completion_length, settings.batch_size)
+        engine = transformers_engine(model, tokenizer, *options, on_drawn=bar.update)
+    with bar:
         for number, size in missing.items():
             start = number * settings.shard_size
             places = [divmod(place, settings.num_samples) for place in range(start, start + size)]
             ids = [prompt_ids[prompt] for prompt, _ in places]
+            bar.set_description("sampling")
             completions = engine(ids, _shard_seed(settings, number, header["model"]["weights"]))
+            bar.update(done + size - bar.n)  # vLLM draws all at once
+            done += size
+            bar.set_description("scoring")
             table = _shard_table(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
             records.write_shard(folder, number, table)
-            bar.update(size)
     state.wait_for_everyone()
     if state.is_main_process and not (folder / records.COMPLETE).is_file():
         records.close_folder(folder, shards)
@@ -388,7 +393,7 @@ def _functions(
         if isinstance(reward, str):
             tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
         if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
-            warn_of_date(tokenizer, prompt, settings.chat_template_kwargs)
+            warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
             description |= dated(tokenizer, prompt, settings.chat_template_kwargs)
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:

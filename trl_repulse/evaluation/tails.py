@@ -21,6 +21,8 @@ from scipy.stats import beta, binom, binomtest
 from scipy.stats import f as f_distribution
 from scipy.stats import t as student_t
 
+from .._numbers import is_bad
+
 
 MIN_TAIL = 100  # fewest samples in the tail for an interval of CVaR
 MIN_BELOW = 10  # fewest of them below the quantile, since the others have no spread
@@ -58,7 +60,7 @@ def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) 
     rewards = _checked(rewards, confidence)
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give a reward.")
-    count = int((rewards < threshold).sum())
+    count = int(is_bad(rewards, threshold).sum())
     interval = binomtest(count, rewards.size).proportion_ci(confidence, "exact")
     return Estimate(count / rewards.size, float(interval.low), float(interval.high), count)
 

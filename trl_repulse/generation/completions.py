@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data._prompts import render
+from ..data._prompts import render, warn_of_template
 from ..data._texts import check_added_tokens, completion_texts
 
 
@@ -47,6 +47,8 @@ def tokenize(
         `ValueError`: If the chat template is missing or fails, or the tokenizer ends plain text with its end token.
     """
     rows: list[list[int]] = []
+    for prompt in prompts[:1]:
+        warn_of_template(tokenizer, prompt, chat_template_kwargs)
     for number, prompt in enumerate(prompts, 1):
         plain = isinstance(prompt, str)
         text = prompt if plain else render(tokenizer, prompt, f"Row {number} of `prompts`", chat_template_kwargs)

@@ -43,9 +43,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
     """
     own = given.get("environment_factory")
     if factory is not None and (own is None or not args.draws_twice):
-        missing = (
-            "an `environment_factory`" if own is None else "completions of a proposal, or of the policy drawn hotter,"
-        )
+        missing = "an `environment_factory`" if own is None else "completions of a proposal, or of a hotter policy"
         raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
     if not args.draws_twice:
         return

@@ -15,6 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from .._numbers import is_bad
 from .._rules_of_thumb import bad_threshold_for
 from ..engine.sampling import Scorer, UnitSampling
 from ..generation._samplers import POLICY, Sampler
@@ -89,7 +90,7 @@ class HotPolicy(DrawnTerm):
         return -math.inf if threshold is None else threshold
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
-        return ~(rewards >= self._threshold)  # true for NaN
+        return is_bad(rewards, self._threshold) | rewards.isnan()
 
     @property
     def sampler(self) -> Sampler:
@@ -134,7 +135,7 @@ class HotPolicy(DrawnTerm):
             for each in (by_policy, by_sampler)
         )
         log_potential = self.log_potential(rewards)
-        log_potential = log_potential.masked_fill(rewards >= self._threshold, -torch.inf)
+        log_potential = log_potential.masked_fill(~self._may_be_bad(rewards), -torch.inf)
         log_w = log_mixture_weights(in_policy, in_sampler, log_potential, *sizes)  # (P, N + K)
         if self.mode == "train":
             self.choice.judge(in_policy, in_sampler, log_w - log_potential.nan_to_num(neginf=0.0))
@@ -256,7 +257,8 @@ class SamplerChoice:
         if threshold is not None:
             self.counts *= _KEPT
             for index, rewards in zip((0, self.index), everyone, strict=True):
-                self.counts[:, index] += (rewards < threshold).sum().item(), (rewards >= threshold).sum().item()
+                bad = int(is_bad(rewards, threshold).sum())
+                self.counts[:, index] += bad, int((~rewards.isnan()).sum()) - bad
         for rewards in everyone:
             self._rewards.extend(rewards[rewards.isfinite()].tolist())
         if not self._rewards or not self._tilts:
@@ -350,7 +352,7 @@ class MeasuredThreshold:
     def _measure(self) -> None:
         rewards = np.array(self._rewards)
         value = bad_threshold_for(rewards)
-        share = float((rewards < value).mean())
+        share = float(is_bad(rewards, value).mean())
         if share > _MOST_BAD:
             raise ValueError(
                 f"`bad_reward_threshold` is not set and cannot be measured: {share:.0%} of the first {rewards.size} rewards are under {value:g}, "

@@ -1,5 +1,6 @@
 """Prompts and completions in the forms that rewards read, and the numbers that reward functions return."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -85,6 +86,11 @@ def as_number(value: Any) -> float | None:
         return math.nan
 
 
+def is_async(function: Any) -> bool:
+    """Whether calling a function or an object gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def as_values(result: Any) -> list[Any] | None:
     """A list with one entry a completion from what a reward function returned; `None` if it is no sequence."""
     if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
@@ -104,7 +110,7 @@ def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
         if reward is not None and not math.isfinite(reward):
             raise ValueError(
                 f"{where} returned {values[i]!r:.60} for completion {i} of {count}; return a finite number, or `None` to "
-                "leave the completion out."
+                "exclude the sample."
             )
     if len(rewards) != count:
         raise ValueError(f"{where} returned {len(rewards)} rewards for {count} completions; return one for each.")

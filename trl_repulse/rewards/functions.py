@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._texts import Messages, as_queries, pick_labels, read_rewards
+from ._texts import Messages, as_queries, is_async, pick_labels, read_rewards
 
 
 _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(queries, prompts, labels)`"
@@ -48,7 +48,7 @@ class FunctionReward:
             raise ValueError(
                 f"`{self.function}` in `{self.path}` is no function but {function!r:.60}; name a function."
             )
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__):
+        if is_async(function):
             raise ValueError(
                 f"`{self.function}` in `{self.path}` is asynchronous; import it and give it to the trainer itself."
             )
@@ -139,9 +139,14 @@ def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
+    sys.path.insert(0, str(path.parent))  # for modules beside it, as Python does for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); fix it first.") from error
+    finally:
+        sys.path.remove(str(path.parent))
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # for imports inside its functions, behind all others
     return module

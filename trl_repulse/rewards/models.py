@@ -15,7 +15,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data._prompts import check_template_variables, dated, warn_of_date
+from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_tokens
 from ._texts import Messages, as_messages, in_parts, whole_text
@@ -215,7 +215,7 @@ class ConversationReward(ModelReward):
                 continue
             if self._PROBES[1] in text:
                 messages = self._messages(*self._PROBES)
-                warn_of_date(self._tokenizer, messages, variables)
+                warn_of_template(self._tokenizer, messages, variables)
                 self._rendering = dated(self._tokenizer, messages, variables)
                 return
         if failures:

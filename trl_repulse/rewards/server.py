@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
+from ._texts import is_async
 from .remote import read_token
 
 
@@ -41,7 +42,7 @@ class RewardServer:
             Environment variable with a bearer token that requests need. By default none is needed.
 
     Raises:
-        `ValueError`: If a limit is not positive, an origin is invalid, or the variable holds no token.
+        `ValueError`: If a limit is not positive, the reward is asynchronous, an origin is invalid, or the variable holds no token.
         `OSError`: If the address cannot be used.
         `ImportError`: If FastAPI or uvicorn is not installed.
     """
@@ -67,6 +68,8 @@ class RewardServer:
         for name, value in (limits | {"timeout": timeout, "max_connections": max_connections}).items():
             if value <= 0:
                 raise ValueError(f"`{name}` must be positive, got {value}.")
+        if is_async(reward):
+            raise ValueError(f"`reward` is asynchronous ({reward!r:.60}); serve a function that returns its rewards.")
         for origin in allow_origins:
             parts = urlsplit(origin)
             if origin != f"{parts.scheme}://{parts.netloc}" or not parts.scheme or not parts.netloc:

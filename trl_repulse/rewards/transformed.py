@@ -1,14 +1,12 @@
 """A reward function with a transform, for trainers that have none of their own."""
 
-import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from ._texts import as_values
+from ._texts import is_async, read_rewards
 from .transforms import exponential_transform, indicator_transform
 
 
@@ -47,7 +45,7 @@ class TransformedReward:
                 f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
                 "`reward_type='sequence_pair'`."
             )
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        if is_async(reward):
             raise ValueError(
                 f"A reward transform needs a function that returns its rewards, and {reward!r:.60} is asynchronous; transform "
                 "inside it with `trl_repulse.rewards.transforms`."
@@ -83,12 +81,7 @@ class TransformedReward:
         """Transformed rewards of completions, as TRL calls a reward function; `None` where the wrapped function returned
         it. Raises `ValueError` if that does not return a list, or a transformed reward is infinite."""
         result = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
-        raw = as_values(result)
-        if raw is None:
-            raise ValueError(
-                f"The reward function '{self._raw_name}' returned {result!r:.60}; it must return a list, one number a "
-                "completion."
-            )
+        raw = read_rewards(result, f"The reward function '{self._raw_name}'", len(completions))
         given = [reward for reward in raw if reward is not None]
         rewards = self._apply(torch.tensor(given, dtype=torch.float64)).tolist()
         for reward, value in zip(given, rewards, strict=True):
@@ -97,8 +90,7 @@ class TransformedReward:
                     f"The transform of the reward {reward} overflows (`reward_transform_beta={self.beta}`); scale the "
                     "reward, or bring `reward_transform_beta` closer to 0."
                 )
-        numbers = [reward for reward in given if not math.isnan(reward)]
-        if numbers and "log_metric" in kwargs:
-            kwargs["log_metric"](f"rewards/{self._raw_name}/mean", sum(numbers) / len(numbers))
+        if given and "log_metric" in kwargs:
+            kwargs["log_metric"](f"rewards/{self._raw_name}/mean", sum(given) / len(given))
         left = iter(rewards)
         return [None if reward is None else next(left) for reward in raw]

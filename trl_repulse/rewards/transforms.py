@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from .._numbers import is_bad
+
 
 def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
     """
@@ -31,7 +33,7 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
     """Transformed reward r' = r − α·1[r < η], which subtracts α, at least 0 and in units of reward, from every reward
     below the threshold η. Raises `ValueError` if `alpha` is negative."""
     _require_non_negative("alpha", alpha)
-    return reward - alpha * (reward < threshold).to(reward.dtype)
+    return reward - alpha * is_bad(reward, threshold).to(reward.dtype)
 
 
 def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
@@ -63,7 +65,7 @@ def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float =
     """
     _require_non_negative("eps", eps)
     good, bad = (math.log(eps) if eps > 0 else -math.inf), math.log1p(eps)
-    log_potential = torch.full_like(reward, good).masked_fill(reward < threshold, bad)
+    log_potential = torch.full_like(reward, good).masked_fill(is_bad(reward, threshold), bad)
     return torch.where(reward.isnan(), reward, log_potential)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._numbers import is_bad
 from ..configs import ReinforceConfig
 from ..engine.metrics import Moments, mean
 from ..engine.records import REPULSE_PAPER, record_advantages, record_samples
@@ -134,14 +135,14 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         limits = self.args.reward_clip_range
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self.args.charges_bad:
-            bad = rewards < self.args.bad_reward_threshold
+            bad = is_bad(rewards, self.args.bad_reward_threshold)
             transformed = torch.where(bad, transformed - self._constraint.multiplier, transformed)
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
         """Lets the constraint, if there is one, know of the policy's samples."""
         if self._constraint is not None:
-            bad = (rewards < self.args.bad_reward_threshold).float()
+            bad = is_bad(rewards, self.args.bad_reward_threshold).float()
             self._constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:

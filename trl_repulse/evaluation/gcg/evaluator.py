@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...data._prompts import dated, warn_of_date
+from ...data._prompts import dated, warn_of_template
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
 from ...engine.scoring import with_checks
@@ -265,7 +265,7 @@ def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     function.unchecked = model  # its weights identify the judge
     if as_messages:
         probe = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        warn_of_date(tokenizer, probe, config.chat_template_kwargs)
+        warn_of_template(tokenizer, probe, config.chat_template_kwargs)
         function.rendering = dated(tokenizer, probe, config.chat_template_kwargs)
     return RewardJudge(function, as_messages)
 
@@ -339,7 +339,7 @@ def _first_prompt(tokenizer: PreTrainedTokenizerBase, table: list[TableRow], con
     refuses it, and warns if it writes the date."""
     variables = config.chat_template_kwargs
     if config.prompt_format == "chat":
-        warn_of_date(tokenizer, [{"role": "user", "content": "x"}], variables)
+        warn_of_template(tokenizer, [{"role": "user", "content": "x"}], variables)
     row = next((row for row in table if row.fault is None), None)
     if row is None:
         return ""
@@ -368,6 +368,7 @@ def make_header(
         "identity": {
             "config": settings,
             "model": hash_model(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
             "draft_model": None if draft_model is None else hash_model(draft_model),
             "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest(),
             "prompt": _first_prompt(tokenizer, table, config),  # includes a date that a template writes

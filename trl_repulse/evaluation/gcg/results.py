@@ -21,7 +21,7 @@ import numpy as np
 from scipy import stats
 
 from ..._errors import changed_prompt
-from ..._numbers import percent, plain
+from ..._numbers import is_bad, percent, plain
 from ..records import write_atomically
 from ..tails import MIN_TAIL, Estimate, clopper_pearson, mean, tail_influence
 
@@ -232,7 +232,7 @@ def _rates(scores: Scores, threshold: float, k: Sequence[int], level: float) -> 
     rates: dict[str, Any] = {}
     succeeded = []
     for phase, targets in scores.items():
-        counts = [(sum(x < threshold for x in each), len(each)) for each in targets]  # bad samples and all
+        counts = [(int(is_bad(np.array(each), threshold).sum()), len(each)) for each in targets]  # bad samples and all
         succeeded.append([c > 0 for c, _ in counts])
         at_k = {}
         for number in k:

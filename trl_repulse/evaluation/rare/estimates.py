@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from scipy.stats import gamma
 
-from ..._numbers import plain
+from ..._numbers import is_bad, plain
 from ..tails import Estimate, check_share, clopper_pearson
 from .mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
 
@@ -265,7 +265,7 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     check_share("confidence", confidence)
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
-    bad = sample.rewards < threshold
+    bad = is_bad(sample.rewards, threshold)
     value, low, high, error, log_w = _probability(sample, bad, confidence)
     diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
     own = bad[:, : sample.counts[0]]

@@ -1,0 +1,79 @@
+"""Plain prompts for a model with a chat template: one warning that names the flag, in every command and trainer."""
+
+import json
+
+import pytest
+
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse.cli.main import main
+from trl_repulse.data import _prompts
+from trl_repulse.generation.completions import tokenize
+
+from ..conftest import build_model, build_tokenizer
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
+REWARD = "def reward(completions, **kwargs):\n    return [float('fish' in str(each)) + len(str(each)) / 99 for each in completions]\n"
+
+
+@pytest.fixture
+def said(monkeypatch):
+    said = []
+    monkeypatch.setattr(_prompts.logger, "warning_once", said.append)
+    return said
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """A folder of a chat model."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    build_model("gpt2", len(tokenizer)).save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    return str(tmp_path / "chat")
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "warns"),
+    [
+        (TEMPLATE, "the cat", True),
+        (TEMPLATE, "[system] Be brief. [user] the cat [answer] a", False),  # as a template wrote it, with a beginning
+        (TEMPLATE, [{"role": "user", "content": "the cat"}], False),
+        (None, "the cat", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "the cat", False),  # which writes nothing around it
+        ("{{ raise_exception('no') }}", "the cat", True),
+    ],
+)
+def test_what_is_warned_of(said, template, prompt, warns):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template, tokenizer.name_or_path = template, "my/model"
+    tokenize(tokenizer, [prompt])
+    assert len(said) == warns and all("`--apply_chat_template`" in each and "my/model" in each for each in said)
+
+
+@pytest.mark.parametrize(
+    "trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
+)
+def test_trainers_warn(make, said, chat, trainer_cls):
+    make(trainer_cls, model=chat, bad_reward_threshold=0.0)
+    assert set(said) == {said[0]} and "`load_prompts(..., as_conversation=True)`" in said[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --thresholds 0.5",
+        "rare-events {chat} --prompts {file} --num_samples 90 --max_completion_length 2 --threshold 0.5",
+        "attacks {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --threshold 0.5",
+        "suggest --model {chat} --prompts {file} --num_samples 50 --max_completion_length 2 --max_steps 1",
+    ],
+)
+def test_commands_warn(said, chat, tmp_path, command):
+    (tmp_path / "judge.py").write_text(REWARD, encoding="utf-8")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the cat", "fish")), encoding="utf-8")
+    for flags in ("", "--apply_chat_template"):
+        said.clear()
+        words = command.format(tmp=tmp_path, chat=chat, file=file, flags=flags or "plain").split()
+        assert main([*words, "--reward_type", f"{tmp_path}/judge.py:reward", *flags.split()]) == 0
+        assert bool(said) != bool(flags)
