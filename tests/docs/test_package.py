@@ -23,7 +23,7 @@ PURE = [
     "rewards/transforms.py",
 ]
 EXTRAS = {
-    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "serve"),
+    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio"),
     *("test", "quality", "docs", "dev"),
 }
 MAX_BYTES = 4 * 2**20

@@ -1,6 +1,5 @@
 """A reward function with a transform, for trainers that have none of their own."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ._texts import as_values
+from ._texts import as_values, is_async
 from .transforms import exponential_transform, indicator_transform
 
 
@@ -47,7 +46,7 @@ class TransformedReward:
                 f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
                 "`reward_type='sequence_pair'`."
             )
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        if is_async(reward):
             raise ValueError(
                 f"A reward transform needs a function that returns its rewards, and {reward!r:.60} is asynchronous; transform "
                 "inside it with `trl_repulse.rewards.transforms`."
