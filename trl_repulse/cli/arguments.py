@@ -68,13 +68,6 @@ class TrainingScriptArguments(ScriptArguments):
         num_final_samples (`int`, *optional*, defaults to `0`):
             Completions of each held-out prompt that estimate P(bad) at the end, and as many of a hotter copy of the
             policy. 0: no estimate. Needs `eval_dataset_name` and a `bad_reward_threshold`.
-        bad_token_ids (`list[int]`, *optional*):
-            Tokens that make a completion bad: tracks the exact log P(bad), for completions of one or two tokens.
-        exact_tracking (`bool`, *optional*, defaults to `False`):
-            Whether to track the reward of a reward model and KL exactly too, by enumeration of all completions; for
-            tiny vocabularies.
-        tracking_every (`int`, *optional*, defaults to `10`):
-            Updates between two exact evaluations.
         num_table_completions (`int`, *optional*, defaults to `10`):
             Completions in the table of before and after training. 0: no table.
         print_all_metrics (`bool`, *optional*, defaults to `False`):
@@ -93,9 +86,6 @@ class TrainingScriptArguments(ScriptArguments):
     train_batch_size: int | None = None
     lr_decay_ratio: float | None = None
     num_final_samples: int = 0
-    bad_token_ids: list[int] | None = None
-    exact_tracking: bool = False
-    tracking_every: int = 10
     num_table_completions: int = 10
     print_all_metrics: bool = False
 
@@ -208,8 +198,8 @@ _RARE = set(
     """
     target_class reward_cap negative_baseline proposal_parameterization push_proposal_to_hub hub_proposal_model_id
     proposal_vllm_server_base_url proposal_vllm_group_port baseline_constant cvar_over cvar_schedule_ratio vllm_sleep_level
-    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers bad_token_ids exact_tracking
-    tracking_every lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
+    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers
+    lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
     """.split()
 )
 # Fields of TRL and transformers that `--help` lists

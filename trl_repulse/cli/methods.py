@@ -1,7 +1,7 @@
 """The training methods, as the console command and the example scripts run them."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from trl import GRPOTrainer
@@ -13,16 +13,23 @@ from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, Train
 from .scripts import make_reward, run
 
 
-def train(command: str, argv: list[str] | None = None, launcher_keys: Collection[str] = ()) -> None:
+def train(
+    command: str,
+    argv: list[str] | None = None,
+    launcher_keys: Collection[str] = (),
+    arguments: Mapping[str, tuple[type, type]] = ARGUMENTS,
+    **options: Any,
+) -> None:
     """
     Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
-    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. Raises a `ValueError` if arguments are unknown, out
+    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. `arguments` are the commands' dataclasses, and `options`
+    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out
     of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
-    script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), launcher_keys)
-    extra: dict[str, Any] = {}
+    script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), launcher_keys)
+    extra = dict(options)
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
     if isinstance(script_args, GRPOScriptArguments):
