@@ -26,8 +26,9 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from examples.worlds import two_tokens
-from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.cli.arguments import TrainingScriptArguments, parse
+from examples.worlds.exact_tracking import ARGUMENTS, make_tracking
+from trl_repulse import RePULSeTrainer
+from trl_repulse.cli.arguments import parse
 from trl_repulse.cli.scripts import run
 
 
@@ -117,8 +118,8 @@ def main() -> None:
                 str(options.max_steps),
             ]
             argv += ["--output_dir", str(place), "--use_vllm", str(name == "vllm").lower(), "--disable_tqdm", "true"]
-            arguments = parse(argv, (TrainingScriptArguments, RePULSeConfig), two_tokens.config_path("repulse"))
-            run(Watched, *arguments, f"RePULSe, {name}")
+            arguments = parse(argv, ARGUMENTS["repulse"], two_tokens.config_path("repulse"))
+            run(Watched, *arguments, f"RePULSe, {name}", make_tracking)
             final = json.loads((place / "results.json").read_text())["final"]
             ends.append(f"{final['expected_reward']:.2f} / {final['log_prob_bad']:.1f}")
     same = [one == other for one, other in zip(*Watched.weights, strict=True)]

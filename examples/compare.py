@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import yaml
 from worlds import two_tokens
+from worlds.exact_tracking import train
 from worlds.results import by_method, draw, format_table
 
 from trl_repulse.cli.main import Parser
-from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import main_or_exit
 
 

@@ -9,11 +9,12 @@ Trains a policy with TRL's own GRPO or Dr. GRPO, with or without a reward transf
 
 TRL's default `loss_type` is neither of the two but "dapo".
 
-`trl-repulse grpo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those
+`trl-repulse grpo` does the same without a checkout, but for exact values. Without `--model_name_or_path` and `--config`, the settings are those
 of `trl_repulse/embedded/settings/grpo.yaml`. Flags win.
 """
 
-from trl_repulse.cli.methods import train
+from worlds.exact_tracking import train
+
 from trl_repulse.cli.scripts import main_or_exit
 
 

@@ -7,11 +7,12 @@ Trains a policy with PPO and says what became of it.
         --max_completion_length 64
     accelerate launch examples/ppo.py --config examples/configs/smollm/ppo-1.yaml    # a published run
 
-`trl-repulse ppo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those
+`trl-repulse ppo` does the same without a checkout, but for exact values. Without `--model_name_or_path` and `--config`, the settings are those
 of `trl_repulse/embedded/settings/ppo.yaml`. Flags win.
 """
 
-from trl_repulse.cli.methods import train
+from worlds.exact_tracking import train
+
 from trl_repulse.cli.scripts import main_or_exit
 
 

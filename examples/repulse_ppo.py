@@ -7,11 +7,12 @@ Trains a policy with PPO and RePULSe's negative term, three models in all, and s
         --reward_model_path my/reward-model --value_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template \
         --max_completion_length 64 --bad_reward_threshold -4
 
-`trl-repulse repulse-ppo` does the same without a checkout. Without `--model_name_or_path` and `--config`, the settings are those
+`trl-repulse repulse-ppo` does the same without a checkout, but for exact values. Without `--model_name_or_path` and `--config`, the settings are those
 of `trl_repulse/embedded/settings/repulse-ppo.yaml`. Flags win.
 """
 
-from trl_repulse.cli.methods import train
+from worlds.exact_tracking import train
+
 from trl_repulse.cli.scripts import main_or_exit
 
 

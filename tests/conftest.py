@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 
@@ -38,6 +39,9 @@ from transformers import (
 )
 
 from .hub_server import HubServer
+
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))  # where scripts find `worlds`
 
 
 torch.set_num_threads(1)

@@ -22,11 +22,9 @@ CALLER = str(PACKAGE / "engine" / "scoring.py")
 EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
-    "fastapi": "serve",
     "flash_attn": "flash-attn",
     "peft": "peft",
     "trackio": "trackio",
-    "uvicorn": "serve",
     "vllm": "vllm",
     "wandb": "wandb",
 }

@@ -83,12 +83,10 @@ def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
     expected = SequencePairReward(path, device="cpu", max_length=9, name="kind")(QUESTIONS, ANSWERS)
     kwargs = json.dumps({"device": "cpu", "max_length": 9, "name": "kind"})
     reward = ["--reward_type", "sequence_pair", "--reward_model_path", path, "--reward_kwargs", kwargs]
-    process, url = launch(*reward, "--max_batch_size", "2")
+    process, url = launch(*reward)
     assert RemoteReward(url, batch_size=2)(QUESTIONS, ANSWERS) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     uncut = SequencePairReward(path, device="cpu")(QUESTIONS, ANSWERS)
     assert expected != pytest.approx(uncut, rel=1e-4, abs=1e-5)  # the control: the option mattered
-    with pytest.raises(ValueError, match="more than 2; send fewer"):
-        RemoteReward(url)(QUESTIONS, ANSWERS)
     end(process, signal.SIGINT)
     with pytest.raises(ConnectionError):
         RemoteReward(url, retries=0)(QUESTIONS, ANSWERS)
@@ -158,13 +156,6 @@ def test_a_port_that_is_taken(capsys, tmp_path):
     assert error.startswith("trl-repulse serve-reward: ") and "in use" in error and error.count("\n") == 1
 
 
-def test_without_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
-    assert main(["serve-reward", "--reward_type", "chat", "--reward_model_path", "/no/such/model"]) == 1
-    error = capsys.readouterr().err
-    assert 'pip install "trl-repulse[serve]"' in error and error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -218,7 +209,7 @@ def test_help_and_version(capsys):
     for arguments, expected in (
         (["--help"], [*TRAINING, *COMMANDS]),
         (["gcg", "--help"], ["[--config FILE]", "YAML file", "--table"]),
-        (["serve-reward", "--help"], ["--reward_type", "--max_batch_size", "--config"]),
+        (["serve-reward", "--help"], ["--reward_type", "--token_variable", "--config"]),
         (["--version"], [f"trl-repulse {__version__}"]),
     ):
         with pytest.raises(SystemExit) as exit:

@@ -331,7 +331,7 @@ def test_what_is_no_folder(tmp_path, capsys):
 @pytest.mark.thorough
 def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
     from examples.worlds import two_tokens
-    from trl_repulse.cli.methods import train  # imports TRL, which nothing else here needs
+    from examples.worlds.exact_tracking import train  # imports TRL, which nothing else here needs
 
     flags = [
         *two_tokens.flags("repulse"),

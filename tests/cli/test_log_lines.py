@@ -6,8 +6,8 @@ import pytest
 from transformers import TrainerState
 
 from examples.worlds import two_tokens
+from examples.worlds.exact_tracking import train
 from trl_repulse._numbers import format_logs
-from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import _print_log
 
 

@@ -10,6 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from examples.worlds.exact_tracking import tokenize_prompts
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data import _texts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
@@ -20,7 +21,6 @@ from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw as draw_rare
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.evaluation.tracking import tokenize_prompts
 from trl_repulse.generation import TransformersGenerator
 
 from ..conftest import build_tokenizer as build_words

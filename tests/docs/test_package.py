@@ -24,7 +24,7 @@ PURE = [
     "_numbers.py",
 ]
 EXTRAS = {
-    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio", "serve"),
+    *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio"),
     *("test", "quality", "docs", "dev"),
 }
 MAX_BYTES = 4 * 2**20

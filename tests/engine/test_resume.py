@@ -242,13 +242,14 @@ def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, ca
     [
         (RePULSeTrainer, {"alpha": 0.5}),
         (RePULSeTrainer, {"target_dist_beta": -3.0}),
-        (RePULSeTrainer, {"num_generations": 2, "per_device_train_batch_size": 8}),
+        (RePULSeTrainer, {"per_device_train_batch_size": 8, "num_generations": 2}),
         (RePULSeTrainer, {"beta": 0.2}),
         (RePULSeTrainer, {"seed": 7}),
         (ReinforceTrainer, {"temperature": 0.5}),
         (ReinforceTrainer, {"top_k": 2}),
         (ReinforceTrainer, {"top_p": 0.5}),
         (ReinforceTrainer, {"min_p": 0.1}),
+        (ReinforceTrainer, {"vllm_structured_outputs_regex": "a|b"}),
         (ReinforceTrainer, {"repetition_penalty": 1.5}),
         (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
         (ReinforceTrainer, {"disable_dropout": False}),
@@ -259,6 +260,7 @@ def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, ca
         (PPOTrainer, {"delta": 3.0}),
         (RePULSeGRPOTrainer, {"scale_rewards": "none"}),
         (RePULSeGRPOTrainer, {"importance_sampling_level": "sequence"}),
+        (RePULSeGRPOTrainer, {"max_tool_calling_iterations": 3}),
     ],
 )
 def test_changed_settings_are_refused(make, tmp_path, trainer_cls, change):
@@ -302,6 +304,7 @@ def test_other_changes_are_said(make, tmp_path, caplog):
         return [1.0] * len(completions)
 
     settings |= {"max_steps": 2, "adam_beta1": 0.5, "learning_rate": 0.5, "logging_steps": 2}
+    settings |= {"log_completions": True, "vllm_group_port": 50000, "ref_model_sync_steps": 2, "eval_steps": 3}
     trainer = make(reward_funcs=another_reward, **settings)
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=True)
@@ -313,7 +316,8 @@ def test_other_changes_are_said(make, tmp_path, caplog):
         "max_steps` is 2 here and 1",
     ):
         assert f"`{change} in" in caplog.text
-    assert "`logging_steps`" not in caplog.text
+    for name in ("logging_steps", "log_completions", "vllm_group_port", "ref_model_sync_steps", "eval_steps"):
+        assert f"`{name}`" not in caplog.text
 
 
 @pytest.mark.thorough

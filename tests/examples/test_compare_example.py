@@ -13,8 +13,9 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import results, two_tokens
+from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
-from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.cli.arguments import parse
 from trl_repulse.evaluation.exact import ExactEvaluator
 
 

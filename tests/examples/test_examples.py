@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from examples.worlds import two_tokens
+from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
 from trl_repulse.cli import arguments
-from trl_repulse.cli.arguments import ARGUMENTS
 from trl_repulse.evaluation.exact import ExactEvaluator
 
 from ..conftest import without_others

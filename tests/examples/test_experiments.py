@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse.cli import arguments
-from trl_repulse.cli.arguments import ARGUMENTS
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments
 
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
-from examples.worlds import two_tokens
-from trl_repulse.cli.methods import train
-from trl_repulse.evaluation import tracking
+from examples.worlds import exact_tracking, two_tokens
+from examples.worlds.exact_tracking import train
 from trl_repulse.models._layout import Layout
 
 from ..reward_models import build_tokenizer, save_causal_model, save_model
@@ -151,7 +150,7 @@ def test_one_update(identifier, paths, tmp_path, monkeypatch):
         asked.append((prompt_ids, list(bad_token_ids), max_completion_length, list(eos_token_ids)))
         return torch.tensor([-1.0])
 
-    monkeypatch.setattr(tracking, "exact_log_prob_bad", ask)
+    monkeypatch.setattr(exact_tracking, "exact_log_prob_bad", ask)
     results = check(identifier, paths, tmp_path)
     if identifier.startswith("toy"):
         evaluations = 4 if COMMANDS[identifier]["method"] == "repulse" else 2

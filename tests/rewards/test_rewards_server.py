@@ -1,6 +1,7 @@
-"""A served reward over a real socket: what it answers, whom and how much it refuses, who waits for whom."""
+"""A served reward over a real socket: what it answers, whom it refuses, who waits for whom."""
 
 import contextlib
+import functools
 import gc
 import http.client
 import json
@@ -83,7 +84,7 @@ def ask(server, body=None, method="POST", path="/get_reward", headers=JSON):
     connection.request(method, path, data, headers)
     response = connection.getresponse()
     answer = response.read()
-    assert response.headers["Content-Type"] == "application/json" and int(response.headers["Content-Length"]) > 0
+    assert response.headers["Content-Type"] == "application/json"
     connection.close()
     return response.status, json.loads(answer)
 
@@ -124,7 +125,6 @@ def test_the_form_of_requests_and_answers(serve):
     for payload in ({"query": QUERIES, "prompts": PROMPTS}, PAYLOAD | {"labels": None, "other": 1}):
         assert ask(server, payload) == (200, {"rewards": unlabelled})
     assert ask(server, {"query": [], "prompts": [], "labels": []}) == (200, {"rewards": []})
-    assert ask(server, None, "GET", "/health") == (200, {"status": "ok", "reward": "lengths"})
 
 
 USER = {"role": "user", "content": "the"}
@@ -133,36 +133,31 @@ USER = {"role": "user", "content": "the"}
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (b"{", "Invalid JSON"),
-        (b"\xff\xfe\x00", "Invalid JSON"),
-        (b"[" * 100_000, "Invalid JSON"),
-        (b"", "Invalid JSON"),
-        ([1], "Input should be an object"),
-        ({}, "`query`: Field required"),
-        (PAYLOAD | {"query": "the dog"}, "`query`: Input should be a valid array"),
-        ({"query": QUERIES}, "`prompts`: Field required"),
-        (PAYLOAD | {"labels": "x"}, "`labels`: Input should be a valid array"),
-        (PAYLOAD | {"labels": ["x"]}, "`labels` has 1 entries and `query` 3"),
-        (PAYLOAD | {"prompts": PROMPTS[:2]}, "`prompts` has 2 entries and `query` 3"),
-        (PAYLOAD | {"query": [*QUERIES[:2], None]}, "`query.2`: Input should be a valid string"),
-        (PAYLOAD | {"prompts": [1, 2, 3]}, "`prompts.0`: Input should be a valid string"),
-        (PAYLOAD | {"prompts": ["the", "cat", "a"]}, "`query` 1 does not begin with its entry of `prompts`"),
-        ({"query": ["the dog"], "prompts": [[USER]]}, "`query` 0 does not begin with its entry of `prompts`"),
-        ({"query": [[]], "prompts": [[USER]]}, "`query` 0 does not begin with its entry of `prompts`"),
-        ({"query": [[{"content": "a"}]], "prompts": [[]]}, "`query.0`: "),
-        ({"query": [[USER | {"content": 3}]], "prompts": [[]]}, "`query.0`: "),
+        (b"{", "Expecting property name"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[" * 100_000, "maximum recursion depth"),
+        (b"", "Expecting value"),
+        ([1], "`query` must be a list"),
+        ({}, "`query` must be a list"),
+        (PAYLOAD | {"query": "the dog"}, "`query` must be a list"),
+        ({"query": QUERIES}, "`prompts` must be a list"),
+        (PAYLOAD | {"labels": "x"}, "`labels` must be a list"),
+        (PAYLOAD | {"labels": ["x"]}, "`labels` must be a list, with one entry a completion"),
+        (PAYLOAD | {"prompts": PROMPTS[:2]}, "`prompts` must be a list, with one entry a completion"),
+        (PAYLOAD | {"query": [*QUERIES[:2], None]}, "`query` 2 must be text"),
+        (PAYLOAD | {"prompts": [1, 2, 3]}, "`query` 0 must be text"),
+        (
+            PAYLOAD | {"prompts": ["the", "cat", "a"]},
+            "`query` 1 must be text, or a list of messages, that begins with",
+        ),
+        ({"query": ["the dog"], "prompts": [[USER]]}, "`query` 0 must be text"),
+        ({"query": [[]], "prompts": [[USER]]}, "`query` 0 must be text"),
     ],
 )
 def test_bad_payloads_are_refused_by_field(standing, payload, message):
     status, answer = ask(standing, payload)
     assert status == 400 and message in answer["detail"] and set(answer) == {"detail"}
     assert ask(standing, PAYLOAD)[0] == 200
-
-
-def test_the_client_hears_why(serve):
-    with pytest.raises(ValueError, match="refused a request: status 413, .*`query` has 3 entries, more than 2"):
-        RemoteReward(serve(max_batch_size=2).url)(PROMPTS, COMPLETIONS)
-    assert RemoteReward(serve(max_batch_size=2).url, batch_size=2)(PROMPTS, COMPLETIONS)
 
 
 def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
@@ -186,7 +181,6 @@ def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
     [
         ([1.0, 2.0], "it returned 2 rewards for 3 completions"),
         ([1.0, 2.0, float("-inf")], "it returned -inf for completion 2 of 3"),
-        ([1.0, None, 2.0], "it returned None for completion 1 of 3"),
         ({"rewards": [1.0, 2.0, 3.0]}, "it must return a list"),
     ],
 )
@@ -195,11 +189,31 @@ def test_what_is_no_reward_is_not_sent(serve, rewards, message):
     assert status == 500 and message in answer["detail"]
 
 
+def test_none_is_named_by_the_client(serve):
+    with pytest.raises(ValueError, match="answered None for completion 1 of 3; a reward must be a finite number"):
+        RemoteReward(serve(lambda **columns: [1.0, None, 2.0]).url)(PROMPTS, COMPLETIONS)
+
+
+async def asynchronous(completions, **columns):
+    return [1.0] * len(completions)
+
+
+class Asynchronous:
+    async def __call__(self, completions, **columns):
+        return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("reward", [asynchronous, Asynchronous(), functools.partial(asynchronous, labels=None)])
+def test_an_asynchronous_reward_is_refused_at_once(reward):
+    with pytest.raises(ValueError, match=r"is asynchronous; serve one that returns `asyncio.run\("):
+        RewardServer(reward, port=0)
+
+
 def test_tensors_are_sent_as_numbers(serve):
     assert ask(serve(lambda **columns: torch.tensor([1, 2, 3])), PAYLOAD) == (200, {"rewards": [1.0, 2.0, 3.0]})
 
 
-def test_one_request_at_a_time_has_the_model_and_health_needs_none(serve):
+def test_one_request_at_a_time_has_the_model(serve):
     inside, most, entered, go_on = 0, 0, threading.Event(), threading.Event()
 
     def slow(completions, **columns):
@@ -216,7 +230,6 @@ def test_one_request_at_a_time_has_the_model_and_health_needs_none(serve):
     with ThreadPoolExecutor(5) as clients:
         results = [clients.submit(RemoteReward(server.url), ["a"], ["b" * i]) for i in range(5)]
         assert entered.wait(timeout=30)
-        assert ask(server, None, "GET", "/health")[0] == 200
         go_on.set()
     assert [each.result() for each in results] == [[float(i)] for i in range(5)] and most == 1
 
@@ -240,15 +253,6 @@ def test_closing_answers_what_is_asked_and_frees_the_port(serve):
             RewardServer(lengths, port=connect(server).port)
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "max_request_bytes", "timeout", "max_connections"])
-def test_limits_are_positive(name):
-    with pytest.raises(ValueError, match=f"`{name}` must be positive, got 0"):
-        RewardServer(lengths, port=0, **{name: 0})
-
-
-# Limits, and who may ask
-
-
 def test_a_closed_server_lets_the_reward_and_its_thread_go(serve):
     class Reward:
         def __call__(self, completions, **columns):
@@ -268,34 +272,6 @@ def test_a_closed_server_lets_the_reward_and_its_thread_go(serve):
     assert [reward() for reward in rewards] == [None] * 3 and threading.active_count() <= before
 
 
-def test_an_answer_does_not_wait_for_its_head_to_be_acknowledged(standing):
-    """It took 40 ms over a connection that stays open."""
-    connection, start = connect(standing), time.monotonic()
-    for _ in range(50):
-        connection.request("POST", "/get_reward", json.dumps(PAYLOAD), JSON)
-        assert connection.getresponse().read()
-    assert time.monotonic() - start < 1.5
-
-
-def test_a_request_that_is_scored_has_all_the_time_it_needs(serve):
-    def slow(completions, **columns):
-        time.sleep(1)
-        return [1.0] * len(completions)
-
-    assert ask(serve(slow, timeout=0.3), PAYLOAD) == (200, {"rewards": [1.0] * 3})
-
-
-def test_where_all_are_answered_others_come_back_later(serve):
-    reward = Slow()
-    server = serve(reward, max_connections=1)
-    with reward.asked(server) as answers:
-        with pytest.raises(ConnectionError, match="status 503, .*Service Unavailable"):
-            RemoteReward(server.url, retries=0)(["a"], ["b"])
-        threading.Timer(0.3, reward.go_on.set).start()
-        assert RemoteReward(server.url, backoff=0.2)(["a"], ["b"]) == [1.0]
-    assert answers == [(200, {"rewards": [1.0] * 3})]
-
-
 def test_requests_whose_clients_have_left_are_not_scored(serve):
     reward = Slow()
     server = serve(reward)
@@ -305,24 +281,6 @@ def test_requests_whose_clients_have_left_are_not_scored(serve):
                 RemoteReward(server.url, timeout=0.2, retries=0)(["a"], ["left"])
     assert RemoteReward(server.url)(["a"], ["stays"]) == [1.0]
     assert reward.scored == [COMPLETIONS, ["stays"]]
-
-
-@pytest.mark.parametrize("chunks", [False, True])
-def test_a_request_over_the_limit_is_refused_while_its_client_still_sends(serve, chunks):
-    server = serve(max_request_bytes=10_000)
-
-    def send(body):
-        connection = connect(server)
-        connection.request(
-            "POST", "/get_reward", (body[i : i + 1000] for i in range(0, len(body), 1000)) if chunks else body, JSON
-        )
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-
-    assert send(json.dumps(PAYLOAD).encode()) == (200, {"rewards": EXPECTED})
-    refused = {"detail": "The request has more than the 10000 bytes allowed; send fewer texts."}
-    assert send(b" " * (2_000_000 if chunks else 90_000_000)) == (413, refused)
-    assert ask(server, PAYLOAD)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -337,41 +295,16 @@ def test_json_alone_is_read(standing, kind):
         assert ask(standing, PAYLOAD, headers={"Content-Type": good})[0] == 200
 
 
-@pytest.mark.parametrize(
-    "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "https://my.page.evil.example"]
-)
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1"])
 def test_pages_of_the_web_are_refused(serve, origin):
+    """Browsers send the page's origin with every POST, also where a page's name points to this machine."""
     calls = []
-    server = serve(lambda **columns: calls.append(columns), allow_origins=["https://my.page"])
-    for headers, method, path in ((JSON, "POST", "/"), (JSON, "POST", "/get_reward"), ({}, "GET", "/health")):
-        status, answer = ask(server, PAYLOAD if method == "POST" else None, method, path, headers | {"Origin": origin})
-        assert status == 403 and "allow_origins" in answer["detail"] and not calls
-
-
-def test_pages_that_are_allowed(serve):
-    server, headers = serve(allow_origins=["https://my.page"]), JSON | {"Origin": "https://my.page"}
-    assert ask(server, PAYLOAD, headers=headers)[0] == 200
-    for origin, allowed in (("https://my.page", "https://my.page"), ("https://evil.example", None)):
-        connection = connect(server)
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
-        connection.request("OPTIONS", "/get_reward", headers=asked | {"Origin": origin})
-        assert connection.getresponse().headers["Access-Control-Allow-Origin"] == allowed
-    with pytest.raises(ValueError, match="an origin is like 'https://host'"):
-        serve(allow_origins=["my.page"])
-
-
-def test_a_name_that_points_here_is_not_this_machines(standing):
-    port = connect(standing).port
-    for host in ("evil.example", f"evil.example:{port}", "[evil", "localhost.evil.example"):
-        status, answer = ask(standing, PAYLOAD, headers=JSON | {"Host": host})
-        assert status == 400 and "is reached as localhost alone" in answer["detail"]
-    for host in (f"localhost:{port}", "LOCALHOST", f"[::1]:{port}"):
-        assert ask(standing, PAYLOAD, headers=JSON | {"Host": host})[0] == 200
-
-
-def test_an_address_that_ends_in_a_slash_is_not_redirected(standing):
-    status, answer = ask(standing, PAYLOAD, path="/get_reward/")
-    assert (status, answer) == (404, {"detail": "Not Found"})
+    server = serve(lambda **columns: calls.append(columns))
+    status, answer = ask(server, PAYLOAD, headers=JSON | {"Origin": origin})
+    assert status == 415 and "no browser's page may ask" in answer["detail"] and not calls
+    connection = connect(server)
+    connection.request("OPTIONS", "/get_reward", headers={"Origin": origin})
+    assert connection.getresponse().headers["Access-Control-Allow-Origin"] is None
 
 
 def test_a_token(serve, monkeypatch):
@@ -382,7 +315,6 @@ def test_a_token(serve, monkeypatch):
         status, answer = ask(server, PAYLOAD, headers=JSON | ({} if given is None else {"Authorization": given}))
         assert (status, answer) == (401, {"detail": "The request lacks the server's bearer token."})
     assert ask(server, PAYLOAD, headers=JSON | {"Authorization": "Bearer geheim"})[0] == 200
-    assert ask(server, None, "GET", "/health")[0] == 200
     assert RemoteReward(server.url, token_variable="REWARD_TOKEN")(["a"], ["b"]) == [11.0]
     for reward in (RemoteReward(server.url), RemoteReward(server.url, token_variable="OTHER_TOKEN")):
         with pytest.raises(ValueError, match="refused a request: status 401"):
@@ -390,20 +322,3 @@ def test_a_token(serve, monkeypatch):
     monkeypatch.delenv("OTHER_TOKEN")
     with pytest.raises(ValueError, match="`token_variable='OTHER_TOKEN'` is no environment variable with a token"):
         RewardServer(lengths, port=0, token_variable="OTHER_TOKEN")
-
-
-def test_without_the_extra(monkeypatch):
-    monkeypatch.setattr("trl_repulse.rewards.server.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "trl-repulse\[serve\]"'):
-        RewardServer(lengths, port=0)
-
-
-class Asynchronous:
-    async def __call__(self, completions, **columns):
-        return [0.0 for _ in completions]
-
-
-@pytest.mark.parametrize("reward", [Asynchronous(), Asynchronous().__call__], ids=["object", "method"])
-def test_an_asynchronous_reward_is_refused_before_anything_listens(reward):
-    with pytest.raises(ValueError, match="`reward` is asynchronous .*; serve a function that returns its rewards"):
-        RewardServer(reward, port=0)

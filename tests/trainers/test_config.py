@@ -4,12 +4,13 @@ import dataclasses
 import pickle
 
 import pytest
+from transformers import HfArgumentParser
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
-from trl_repulse.configs.shared_config import without_secrets
+from trl_repulse.configs.shared_config import documented, without_secrets
 
 
 ALL = [ReinforceConfig, RePULSeConfig, PPOConfig, RePULSePPOConfig, RePULSeGRPOConfig]
@@ -43,6 +44,44 @@ def test_defaults(make):
     assert config.target_dist_beta < 0 < config.alpha
     assert config.alpha_normalization == "samples" and config.logprob_reduction == "mean"
     assert config.disable_dropout
+
+
+@documented
+@dataclasses.dataclass
+class Documented(GRPOConfig):
+    """
+    A configuration.
+
+    Parameters:
+        share (`float`, *optional*, defaults to `0.1`):
+            Share of 5 % that `"some"` of the rows have, as
+            in [`~trl.RLOOConfig`].
+
+        beta (`float`, *optional*, defaults to `0.0`):
+            Of the base class, which has a text.
+
+    > [!NOTE]
+    > It ends here.
+    """
+
+    share: float = 0.1
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+@pytest.mark.parametrize("config", [Documented, *ALL])
+def test_the_help_of_a_field_is_its_text_in_the_docstring(parser, config):
+    """Also for a user's subclass, which has fields of its own."""
+    base = GRPOConfig.__dataclass_fields__["beta"].metadata["help"]
+    subclass = dataclasses.make_dataclass("Subclass", [("mine", int, 3)], bases=(config,))
+    texts = {action.dest: action.help for action in parser(subclass)._actions}
+    assert " ".join(parser(subclass).format_help().split())  # `%` is escaped
+    if config is Documented:
+        assert texts["share"] == "Share of 5 %% that `some` of the rows have, as in `RLOOConfig`."
+        assert texts["beta"] == base
+    else:
+        threshold = texts["bad_reward_threshold"]
+        assert threshold.startswith("Reward under which a completion") and threshold.endswith("until then.")
+        assert all(texts[field.name] for field in dataclasses.fields(config))
 
 
 @pytest.mark.parametrize(

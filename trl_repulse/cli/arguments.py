@@ -27,10 +27,11 @@ from ..configs import (
     RePULSePPOConfig,
 )
 from ..configs._checks import own_precision
-from ..configs.shared_config import WholePrompts, option
+from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, split_config
 
 
+@documented
 @dataclass
 class TrainingScriptArguments(ScriptArguments):
     """
@@ -42,72 +43,52 @@ class TrainingScriptArguments(ScriptArguments):
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
         reward_type (`str`, *optional*):
-            Kind of reward, as in [`~trl_repulse.rewards.loading.load_reward`].
+            `"sequence_pair"`, `"chat"`, `"toxicity"`, `"guard"`, `"remote"`, or a function,
+            `path/to/file.py:function`, as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, TRL's own
+            treatment of sequence classifiers.
         reward_kwargs (`dict` or `str`, *optional*):
-            Further arguments of the reward; on the command line as JSON.
+            Further arguments of the reward, e.g. `{"max_length": 300}`; on the command line as JSON.
         prompt_column (`str`, *optional*, defaults to `"prompt"`):
             Column of the data set that holds the prompts.
         apply_chat_template (`bool`, *optional*, defaults to `False`):
             Whether to make plain prompts messages of a user, in the chat template.
         single_prompt (`str`, *optional*):
-            The one prompt to train on, instead of the rows of `dataset_name`.
+            The one prompt to train on, in place of the rows of `dataset_name`.
         max_prompt_length (`int`, *optional*):
             Prompts of more tokens are left out.
         eval_dataset_name (`str`, *optional*):
             Held-out prompts, evaluated by sampling after training: a file, or the `dataset_test_split` of a data set.
         eval_prompt_column (`str`, *optional*):
-            Their column. If unset, `prompt_column`.
+            Column of the held-out prompts. If unset, `prompt_column`.
         train_batch_size (`int`, *optional*):
-            Completions of one update, over all processes, on any number of devices: determines `gradient_accumulation_steps`.
+            Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`, on any
+            number of devices.
         lr_decay_ratio (`float`, *optional*):
-            Share of the updates, the last ones, over which `lr_scheduler_type="warmup_stable_decay"` lowers the learning
-            rate to 0, linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
+            Share of the updates, the last ones, over which `warmup_stable_decay` lets the learning rate fall to 0,
+            linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
         num_final_samples (`int`, *optional*, defaults to `0`):
-            Completions of each held-out prompt, and as many of a hotter copy of the policy, from which P(bad) is estimated at the end;
-            needs `eval_dataset_name` and a `bad_reward_threshold`.
-        bad_token_ids (`list[int]`, *optional*):
-            Tokens that make a completion bad. If set, the exact log P(bad) is tracked; for completions of one or two tokens.
-        exact_tracking (`bool`, *optional*, defaults to `False`):
-            Whether to track expected reward and KL exactly too, by enumeration of all completions; for tiny vocabularies.
-        tracking_every (`int`, *optional*, defaults to `10`):
-            Updates between two exact evaluations.
+            Completions of each held-out prompt that estimate P(bad) at the end, and as many of a hotter copy of the
+            policy. 0: no estimate. Needs `eval_dataset_name` and a `bad_reward_threshold`.
         num_table_completions (`int`, *optional*, defaults to `10`):
-            Completions in the table of before and after training; 0 for no table.
+            Completions in the table of before and after training. 0: no table.
         print_all_metrics (`bool`, *optional*, defaults to `False`):
-            Whether to print all metrics at each log, instead of a line with the main ones. Trackers always get all.
+            Whether to print all metrics at each log, not a line with the main ones. Trackers always get all.
     """
 
-    reward_model_path: str | None = option(None, "Reward model: a path, a Hub id, or a server's address.")
-    reward_type: str | None = option(
-        None,
-        "`sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, `path/to/file.py:function`. If unset, TRL's own "
-        "treatment of sequence classifiers.",
-    )
-    reward_kwargs: dict | str | None = option(None, 'Further arguments of the reward, e.g. `{"max_length": 300}`.')
-    prompt_column: str = option("prompt", "Column of the data set that holds the prompts.")
-    apply_chat_template: bool = option(
-        False, "Whether to make plain prompts messages of a user, in the chat template."
-    )
-    single_prompt: str | None = option(None, "The one prompt to train on, in place of the rows of `dataset_name`.")
-    max_prompt_length: int | None = option(None, "Prompts of more tokens are left out.")
-    eval_dataset_name: str | None = option(None, "Held-out prompts, evaluated by sampling after training.")
-    eval_prompt_column: str | None = option(None, "Column of the held-out prompts. If unset, `prompt_column`.")
-    train_batch_size: int | None = option(
-        None, "Completions of one update, over all processes. If set, it determines `gradient_accumulation_steps`."
-    )
-    lr_decay_ratio: float | None = option(
-        None, "Share of the updates over which `warmup_stable_decay` lets the learning rate fall to 0."
-    )
-    num_final_samples: int = option(
-        0, "Completions of each held-out prompt that estimate P(bad) at the end. 0: no estimate."
-    )
-    bad_token_ids: list[int] | None = option(None, "Tokens that make a completion bad: tracks the exact log P(bad).")
-    exact_tracking: bool = option(
-        False, "Whether to track the reward of a reward model and KL exactly too, for tiny vocabularies."
-    )
-    tracking_every: int = option(10, "Updates between two exact evaluations.")
-    num_table_completions: int = option(10, "Completions in the table of before and after training. 0: no table.")
-    print_all_metrics: bool = option(False, "Whether to print all metrics at each log, not a line with the main ones.")
+    reward_model_path: str | None = None
+    reward_type: str | None = None
+    reward_kwargs: dict | str | None = None
+    prompt_column: str = "prompt"
+    apply_chat_template: bool = False
+    single_prompt: str | None = None
+    max_prompt_length: int | None = None
+    eval_dataset_name: str | None = None
+    eval_prompt_column: str | None = None
+    train_batch_size: int | None = None
+    lr_decay_ratio: float | None = None
+    num_final_samples: int = 0
+    num_table_completions: int = 10
+    print_all_metrics: bool = False
 
     def __post_init__(self):
         if self.num_table_completions < 0:
@@ -123,6 +104,7 @@ class TrainingScriptArguments(ScriptArguments):
             raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
 
 
+@documented
 @dataclass
 class PPOScriptArguments(TrainingScriptArguments):
     """
@@ -130,14 +112,13 @@ class PPOScriptArguments(TrainingScriptArguments):
 
     Args:
         value_model_path (`str`, *optional*):
-            Initial value model: a path or a Hub id, for example of the reward model. If unset, the policy.
+            Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy.
     """
 
-    value_model_path: str | None = option(
-        None, "Value model: a path or a Hub id, e.g. of the reward model. If unset, the policy."
-    )
+    value_model_path: str | None = None
 
 
+@documented
 @dataclass
 class GRPOScriptArguments(TrainingScriptArguments):
     """
@@ -145,7 +126,8 @@ class GRPOScriptArguments(TrainingScriptArguments):
 
     Args:
         reward_transform (`Literal["exponential", "indicator"]`, *optional*):
-            Transform of the reward, as in [`~trl_repulse.rewards.transformed.TransformedReward`].
+            `"exponential"` (r - a*exp(b*r)) or `"indicator"` (r - a*1[r < threshold]), as in
+            [`~trl_repulse.rewards.transformed.TransformedReward`].
         reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
             The transform's a, at least 0.
         reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
@@ -154,12 +136,10 @@ class GRPOScriptArguments(TrainingScriptArguments):
             The indicator transform's threshold, in units of reward.
     """
 
-    reward_transform: Literal["exponential", "indicator"] | None = option(
-        None, "`exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r < threshold])."
-    )
-    reward_transform_alpha: float = option(1.0, "The transform's a, at least 0.")
-    reward_transform_beta: float = option(-1.0, "The exponential transform's b, below 0.")
-    reward_transform_threshold: float | None = option(None, "The indicator transform's threshold, in units of reward.")
+    reward_transform: Literal["exponential", "indicator"] | None = None
+    reward_transform_alpha: float = 1.0
+    reward_transform_beta: float = -1.0
+    reward_transform_threshold: float | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -228,8 +208,8 @@ _RARE = set(
     """
     target_class reward_cap negative_baseline proposal_parameterization push_proposal_to_hub hub_proposal_model_id
     proposal_vllm_server_base_url proposal_vllm_group_port baseline_constant cvar_over cvar_schedule_ratio vllm_sleep_level
-    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers bad_token_ids exact_tracking
-    tracking_every lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
+    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers
+    lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
     """.split()
 )
 # Fields of TRL and transformers that `--help` lists

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -19,22 +19,29 @@ from .scripts import make_reward, run
 logger = logging.getLogger(__name__)
 
 
-def train(command: str, argv: list[str] | None = None, launcher_keys: Collection[str] = ()) -> None:
+def train(
+    command: str,
+    argv: list[str] | None = None,
+    launcher_keys: Collection[str] = (),
+    arguments: Mapping[str, tuple[type, type]] = ARGUMENTS,
+    **options: Any,
+) -> None:
     """
     Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
-    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. Raises a `ValueError` if arguments are unknown, out
+    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. `arguments` are the commands' dataclasses, and `options`
+    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out
     of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
     negative = _of_the_negative_term(command)
     known = {*launcher_keys, *negative}
-    script_args, args, model_args = parse(argv, ARGUMENTS[command], embedded.settings_path(command), known)
+    script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), known)
     path, _ = split_config(argv)
     unused = [] if path is None else sorted(negative & read_yaml(path).keys())
     if unused and args.should_log:
         logger.warning(f"`{command}` has no negative term, and does not use `{'`, `'.join(unused)}` of `{path}`.")
-    extra: dict[str, Any] = {}
+    extra = dict(options)
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
     if isinstance(script_args, GRPOScriptArguments):

@@ -12,7 +12,6 @@ from torch import nn
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PrinterCallback,
     ProgressCallback,
@@ -33,19 +32,10 @@ from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, 
 from ..engine.scoring import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.callback import BeforeAfterCallback
-from ..evaluation.exact import ExactEvaluator
 from ..evaluation.plots import plot_training
 from ..evaluation.rare.report import estimate_prob_bad, format_unseen
-from ..evaluation.tracking import (
-    BadTokenTrackingCallback,
-    ExactTrackingCallback,
-    TrackingCallback,
-    format_table,
-    tokenize_prompts,
-    write_results,
-)
-from ..models._deepspeed import gathered
-from ..models._loading import load_model, load_tokenizer
+from ..evaluation.tracking import TrackingCallback, format_table, write_results
+from ..models._loading import load_model
 from ..rewards.loading import load_reward
 from ._fields import keep_writing
 from .arguments import TrainingScriptArguments
@@ -55,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Metrics of the last log that are reported if the expected reward is not computed exactly
 SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
-# An exact evaluation takes tens of thousands of sequences a prompt for a vocabulary as large as GPT-2's
-MAX_EXACT_PROMPTS = 64
 
 
 def load_data(
@@ -103,42 +91,6 @@ def load_data(
     return train, held_out
 
 
-def make_tracking(
-    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset | IterableDataset, model_name: str
-) -> TrackingCallback:
-    """
-    Makes the callback that tracks a run: by exact evaluations of the training prompts if `script_args` names bad tokens, else by
-    the run's costs alone. Raises a `ValueError` if bad tokens are given, and the prompts are too many to enumerate completions.
-    """
-    bad, every = script_args.bad_token_ids, script_args.tracking_every
-    if not bad:
-        return TrackingCallback(trainer)
-    if not isinstance(prompts, Dataset) or len(prompts) > MAX_EXACT_PROMPTS:
-        raise ValueError(
-            f"`bad_token_ids` asks for the exact log P(bad) of each prompt; give at most {MAX_EXACT_PROMPTS} prompts, or "
-            "a `single_prompt`, and no stream."
-        )
-    texts = [row["prompt"] for row in prompts]
-    if script_args.exact_tracking and isinstance(trainer.reward_funcs[0], nn.Module):
-        tokenize_prompts(trainer, texts)  # refuses what cannot be evaluated
-        # Loaded once more: the trainer's own may be wrapped and cut apart
-        reference = load_model(AutoModelForCausalLM, model_name, "policy")
-        path = script_args.reward_model_path
-        reward = load_model(AutoModelForSequenceClassification, path, "reward model", num_labels=1)
-        with gathered(reference), gathered(reward):
-            evaluator = ExactEvaluator(
-                trainer.processing_class,
-                texts,
-                reward,
-                bad,
-                trainer.max_completion_length,
-                reward_tokenizer=load_tokenizer(path, "reward model"),
-                reference_model=reference,
-            )
-        return ExactTrackingCallback(evaluator, trainer, every)
-    return BadTokenTrackingCallback(trainer, texts, bad, every)
-
-
 def estimate_unseen(
     trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset, threshold: float
 ) -> dict[str, float]:
@@ -170,6 +122,7 @@ def run(
     args: Any,
     model_args: ModelConfig,
     method: str,
+    make_tracking: Callable[..., TrackingCallback] | None = None,
     **kwargs: Any,
 ) -> None:
     """
@@ -183,6 +136,8 @@ def run(
             Returned by [`~trl_repulse.cli.arguments.parse`].
         method (`str`):
             Name of the method in the report.
+        make_tracking (`Callable`, *optional*):
+            Makes the callback that follows the run, of the trainer, `script_args` and the prompts. If unset, [`TrackingCallback`].
         kwargs:
             Further arguments of the trainer. `reward_funcs` replaces the reward that `script_args` names.
     """
@@ -217,7 +172,7 @@ def run(
         peft_config=get_peft_config(model_args),
         **kwargs,
     )
-    tracking = make_tracking(trainer, script_args, prompts, model_name)
+    tracking = make_tracking(trainer, script_args, prompts) if make_tracking else TrackingCallback(trainer)
     trainer.add_callback(tracking)
     table = None
     if script_args.num_table_completions:

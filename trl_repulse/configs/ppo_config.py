@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trl import GRPOConfig
 
 from ._checks import check_second_schedule, check_shared, own_precision, require
-from .shared_config import EngineConfig, RewardConfig, ScoringConfig, option
+from .shared_config import EngineConfig, RewardConfig, ScoringConfig, documented, option
 
 
 class _Single(int):
@@ -21,6 +21,7 @@ class _Single(int):
         return False
 
 
+@documented
 @dataclass
 class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
@@ -41,20 +42,21 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
             Peak learning rate of the value model. If `None`, the policy's. Schedule, weight decay and clipping
             (`max_grad_norm`) are the policy's, applied to each model separately.
         value_clip (`float`, *optional*, defaults to `0.2`):
-            Change of a value since sampling, in units of reward, above which the value loss is clipped. If `None`, it is
-            never clipped.
+            How far a value may move from the one at sampling time before the value loss is clipped, in units of
+            reward. If `None`, it is never clipped.
         value_warmup_steps (`int`, *optional*, defaults to `0`):
-            Number of first updates in which only the value model learns. The policy's learning-rate schedule counts
+            Number of first updates in which the value model learns alone. The policy's learning-rate schedule counts
             them.
 
         > Parameters that control the advantages
 
         gae_lambda (`float`, *optional*, defaults to `0.95`):
-            λ of generalized advantage estimation, from 0 (one reward and the next value) to 1 (all rewards to come).
+            Lambda of generalized advantage estimation, from 0 (one reward and the next value) to 1 (all rewards to
+            come).
         gamma (`float`, *optional*, defaults to `1.0`):
-            Discount for each token.
+            Discount of a token's delay, from 0 to 1.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Whether to normalise advantages to mean 0 and variance 1 over the tokens of a generation batch, over all
+            Whether to scale advantages to mean 0 and variance 1 over the tokens of a generation batch, over all
             processes.
 
     > [!NOTE]
@@ -80,20 +82,14 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     scale_rewards: str = option("none", "Must stay 'none': there are no group advantages to scale.")
 
     # Parameters that control the value model
-    value_learning_rate: float | None = option(None, "Peak learning rate of the value model. If `None`, the policy's.")
-    value_clip: float | None = option(
-        0.2,
-        "How far a value may move from the one at sampling time before the value loss stops following it, in "
-        "units of reward. If `None`, the value loss is not clipped.",
-    )
-    value_warmup_steps: int = option(0, "Number of first updates in which the value model learns alone.")
+    value_learning_rate: float | None = None
+    value_clip: float | None = 0.2
+    value_warmup_steps: int = 0
 
     # Parameters that control the advantages
-    gae_lambda: float = option(0.95, "Lambda of generalized advantage estimation, from 0 to 1.")
-    gamma: float = option(1.0, "Discount of a token's delay, from 0 to 1.")
-    whiten_advantages: bool = option(
-        True, "Whether to scale advantages to mean 0 and variance 1 over a generation batch."
-    )
+    gae_lambda: float = 0.95
+    gamma: float = 1.0
+    whiten_advantages: bool = True
 
     def __post_init__(self):
         remedy = "must be at least 1: the number of completions drawn for each prompt"

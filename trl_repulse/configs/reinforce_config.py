@@ -7,7 +7,7 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ._checks import check_compared, check_shared, own_precision, require, require_defaults
-from .shared_config import EngineConfig, RewardConfig, ScoringConfig, option
+from .shared_config import EngineConfig, RewardConfig, ScoringConfig, documented, option
 
 
 # GRPO's fields that REINFORCE does not use, by remedy
@@ -33,6 +33,7 @@ _GRPO_ONLY = {
 }
 
 
+@documented
 @dataclass
 class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
@@ -50,38 +51,38 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
         > Parameters that control the policy loss
 
         baseline (`str`, *optional*, defaults to `"leave_one_out"`):
-            Subtracted from a return to give the advantage: the mean return of the prompt's other samples
-            (`"leave_one_out"`) or of all of them (`"group_mean"`), `baseline_constant` (`"constant"`), or nothing
-            (`"none"`). With `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"` REINFORCE++-baseline.
+            What is subtracted from a return: the mean of the prompt's other samples (`"leave_one_out"`) or of all of
+            them (`"group_mean"`), `baseline_constant` (`"constant"`), or nothing (`"none"`). With
+            `normalize_advantages`, `"none"` is REINFORCE++ and `"group_mean"` REINFORCE++-baseline.
         baseline_constant (`float`, *optional*, defaults to `0.0`):
             The baseline with `baseline="constant"`, in units of reward.
         normalize_advantages (`bool`, *optional*, defaults to `False`):
-            Whether to normalise advantages to mean 0 and standard deviation 1 over a generation batch, over all
+            Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
             processes, like [`~trl.RLOOConfig`]'s field.
         cvar_level (`float`, *optional*):
-            If set, the policy maximises the conditional value at risk (CVaR) at this level κ: the mean of the worst
-            share κ of its rewards. Above 0 and at most 1, which is the mean. It acts after clipping and transform, and
-            before the KL penalty and the baseline.
+            If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (the conditional value
+            at risk, CVaR). Above 0 and at most 1, which is the mean. It acts after clipping and transform, and before
+            the KL penalty and the baseline.
         cvar_over (`str`, *optional*, defaults to `"batch"`):
-            Rewards that κ is a share of: those of a generation batch, over all prompts and processes (`"batch"`), or
-            of each prompt (`"prompt"`), which needs many samples a prompt.
+            Rewards that `cvar_level` is a share of: those of a generation batch, over all prompts and processes
+            (`"batch"`), or of each prompt (`"prompt"`), which needs many samples a prompt.
         cvar_schedule_ratio (`float`, *optional*, defaults to `0.5`):
-            Share of all updates in which κ falls linearly from 1 to `cvar_level`: RA-RLHF's soft schedule. 0:
-            `cvar_level` from the start.
+            Share of all updates in which the level of CVaR falls linearly from 1 to `cvar_level`: RA-RLHF's soft
+            schedule. 0: `cvar_level` from the start.
         max_bad_probability (`float`, *optional*):
-            If set, limit ε on the probability of a reward below `bad_reward_threshold`, averaged over the prompts,
-            enforced by a dual variable: the cost of a bad completion in units of reward, initially 1. In
+            If set, a dual variable holds the probability of a reward under `bad_reward_threshold`, averaged over the
+            prompts, to this limit ε. The variable is what a bad completion costs in units of reward, initially 1. In
             [`RePULSeTrainer`] it is `alpha`, with its own initial value, unless that is 0.
         constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            Step of the logarithm of that variable, plus a tenth of its first value, after the first update on each
-            generation batch, in nats: at most this without bad completions, half of this with twice as many as ε
-            allows, and nearly this with many more.
+            How far the logarithm of that dual variable, plus a tenth of its first value, moves after the first update
+            on each generation batch, in nats: at most this without bad completions, half of this with twice as many as
+            ε allows, and nearly this with many more.
         reward_clip_range (`list[float]`, *optional*):
-            Lowest and highest reward that the policy sees, before any transform, like [`~trl.RLOOConfig`]'s field. The
-            target distribution, the logged `reward` and evaluations use unclipped rewards.
+            Lowest and highest reward the policy sees, before any transform, like [`~trl.RLOOConfig`]'s field. If
+            unset, no limits. The target distribution, the logged `reward` and evaluations use unclipped rewards.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
-            How a completion's token log-probabilities enter the policy loss: their `"mean"` (the convention of the
-            published learning rates and `alpha`) or their `"sum"` (as derived).
+            How token log-probabilities enter the policy loss: their `"mean"` over a completion's tokens (the
+            convention of the published learning rates and `alpha`) or their `"sum"` (as derived).
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]; `beta` and `num_generations` are as in
@@ -107,42 +108,16 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     )
 
     # Parameters that control the policy loss
-    baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = option(
-        "leave_one_out",
-        "What is subtracted from a return: the mean of the prompt's other samples (`leave_one_out`) or of all of "
-        "them (`group_mean`), `baseline_constant` (`constant`), or nothing (`none`).",
-    )
-    baseline_constant: float = option(0.0, "Constant subtracted from each return when `baseline='constant'`.")
-    normalize_advantages: bool = option(
-        False, "Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch."
-    )
-    cvar_level: float | None = option(
-        None,
-        "If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (CVaR), above 0 and"
-        " at most 1.",
-    )
-    cvar_over: Literal["batch", "prompt"] = option(
-        "batch", "Which rewards `cvar_level` is a share of: a generation `batch`'s or each `prompt`'s."
-    )
-    cvar_schedule_ratio: float = option(
-        0.5, "Share of all updates in which the level of CVaR falls from 1 to `cvar_level`. 0: none."
-    )
-    max_bad_probability: float | None = option(
-        None,
-        "If set, a dual variable holds the probability of a reward under `bad_reward_threshold` to this: what a "
-        "bad completion costs, or `alpha` in RePULSe.",
-    )
-    constraint_learning_rate: float = option(
-        0.02, "How far the logarithm of that dual variable moves at most, in nats, where there are no bad completions."
-    )
-    reward_clip_range: list[float] | None = option(
-        None, "Lowest and highest reward the policy sees, as (min, max). If unset, no limits."
-    )
-    logprob_reduction: Literal["mean", "sum"] = option(
-        "mean",
-        "How token log-probabilities enter the policy loss: `mean` over the completion's tokens (the convention "
-        "the published hyper-parameters belong to) or their `sum`.",
-    )
+    baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = "leave_one_out"
+    baseline_constant: float = 0.0
+    normalize_advantages: bool = False
+    cvar_level: float | None = None
+    cvar_over: Literal["batch", "prompt"] = "batch"
+    cvar_schedule_ratio: float = 0.5
+    max_bad_probability: float | None = None
+    constraint_learning_rate: float = 0.02
+    reward_clip_range: list[float] | None = None
+    logprob_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
         check_compared(self)

@@ -8,7 +8,7 @@ from trl import GRPOConfig
 from ._checks import check_compared, check_repulse_config, check_shared, check_target_is_used, own_precision, require
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
-from .shared_config import EngineConfig, KnownFields, RewardConfig, ScoringConfig, option
+from .shared_config import EngineConfig, KnownFields, RewardConfig, ScoringConfig, documented, option
 
 
 # Chosen in held-out worlds: see docs/held_out.md
@@ -27,6 +27,7 @@ _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
 }
 
 
+@documented
 @dataclass
 class NegativeTermConfig(KnownFields):
     r"""
@@ -36,14 +37,15 @@ class NegativeTermConfig(KnownFields):
         > Parameters that control the target distribution
 
         target_dist_beta (`float`, *optional*):
-            Inverse temperature β of the target, per unit of reward: below 0 for `potential="tilted"`, above 0 for
-            `"class"` (a multiplier of the class's log-probability), unused for `"indicator"`. If `None`, -10.
+            Inverse temperature of the target distribution (the paper's β with its sign), per unit of reward: below 0
+            for `potential="tilted"`, above 0 for `"class"` (a multiplier of the class's log-probability), unused for
+            `"indicator"`. Not the KL coefficient, which is `beta`. If unset, -10.
         target_dist_beta_start (`float`, *optional*):
-            If set, β moves geometrically from this value to `target_dist_beta` over all updates.
+            If set, target_dist_beta moves geometrically from this value over all updates.
         potential (`str`, *optional*):
-            Weight of a completion of reward r in the target: `"tilted"`: exp(β·min(r, `reward_cap`)). `"indicator"`:
-            1[r < `bad_reward_threshold`] (+ 1e-16). `"class"`: P(`target_class` | r)^β, with r a classifier's logit.
-            If `None`, `"indicator"` with `proposal="hot_policy"`, else `"tilted"`.
+            How the target weighs a completion of reward r. `"tilted"`: exp(β·min(r, `reward_cap`)). `"indicator"`: 1[r
+            < `bad_reward_threshold`] (+ 1e-16). `"class"`: P(`target_class` | r)^β, with r a classifier's logit. If
+            unset, `"indicator"` with `proposal="hot_policy"`, else `"tilted"`.
         target_class (`int`, *optional*, defaults to `1`):
             Class of the `"class"` potential: 1 seeks high logits, 0 low ones.
         reward_cap (`float`, *optional*):
@@ -52,17 +54,17 @@ class NegativeTermConfig(KnownFields):
         > Parameters that control the negative term
 
         alpha (`float`, *optional*):
-            Weight of the negative term, in units of the policy's advantages. With 0 there is no negative term and no
-            proposal. If `None`, 1 with `proposal="hot_policy"`, else 0.1; for GRPO see [`RePULSeGRPOConfig`].
+            Weight of the negative term. 0 leaves it out, and there is no proposal. It is in units of the policy's
+            advantages. If unset, 1 with `proposal="hot_policy"`, else 0.1; for GRPO see [`RePULSeGRPOConfig`].
         alpha_start (`float`, *optional*):
-            If set, α moves geometrically from this value to `alpha` over all updates.
+            If set, alpha moves geometrically from this value over all updates.
         alpha_normalization (`str`, *optional*):
-            `"samples"`: the convention of the published α, the paper's Eq. 4 with α / N (N proposal samples a prompt).
-            `"none"`: Eq. 4 itself, whose fixed point does not depend on N. If `None`, `"none"` with
+            `"samples"`: alpha is divided by N, as in the published runs, with N proposal samples a prompt. `"none"`:
+            Eq. 4 of the paper, whose fixed point does not depend on N. If unset, `"none"` with
             `proposal="hot_policy"`, else `"samples"`; for GRPO with `alpha` unset, `"samples"`.
         negative_loss (`str`, *optional*, defaults to `"push_down"`):
-            Loss on the weighted proposal samples: `"push_down"` lowers their log-probability, `"reinforce"` applies
-            REINFORCE to them (harmful according to the paper).
+            What the policy does with weighted proposal samples: `"push_down"` lowers their log-probability,
+            `"reinforce"` applies REINFORCE to them (harmful according to the paper).
         negative_baseline (`str`, *optional*, defaults to `"none"`):
             Baseline of `negative_loss="reinforce"`: `"none"`, the mean return of the prompt's other proposal samples
             (`"proposal"`) or of its policy samples (`"policy"`).
@@ -71,108 +73,64 @@ class NegativeTermConfig(KnownFields):
 
         proposal (`str`, *optional*, defaults to `"hot_policy"`):
             What finds the policy's bad outputs. `"hot_policy"`: the policy draws `num_proposal_generations` further
-            completions a prompt so that more are bad. These *hot* samples and its own are weighted against their
+            completions a prompt so that more are bad. These hot samples and its own are weighted against their
             mixture, and those with a reward below `bad_reward_threshold` are pushed down. `"learned"`: a second model
             that learns to draw them, as in the paper. `"policy"`: the policy's own samples, weighted by the potential
             alone, without a second sampling. The defaults of `alpha`, `alpha_normalization` and `potential` depend on
             it.
         proposal_temperature (`float`, *optional*):
-            Temperature of hot samples, above 1; at most 2 with vLLM. If `None`, the run chooses, by what finds bad outputs most
-            often: the policy at temperature 1, 1.3, 1.6 or 2, or the policy with raised logits of tokens that lower the reward.
+            One temperature, above 1, for the hot policy's extra samples; at most 2 with vLLM. If unset, the run
+            chooses, by what finds bad outputs most often: the policy at temperature 1, 1.3, 1.6 or 2, or the policy
+            with raised logits of tokens that lower the reward.
         proposal_learning_rate (`float`, *optional*):
             Learning rate of the proposal. If `None`, `learning_rate`.
         proposal_loss (`str`, *optional*, defaults to `"ctl"`):
-            Contrastive twist learning (`"ctl"`, Eq. 6), the same without its second term (`"ctl_no_second_term"`),
-            `"dpg"` (second term as an exact sum over the vocabulary; needs another policy pass and full logits),
-            `"sixo"`, or trajectory balance in its variance form (`"vargrad"`).
+            Loss of the proposal: `"ctl"`, contrastive twist learning (Eq. 6), `"ctl_no_second_term"`, `"dpg"` (second
+            term as an exact sum over the vocabulary; needs another policy pass and full logits), `"sixo"`, or
+            `"vargrad"`, trajectory balance in its variance form.
         proposal_parameterization (`str`, *optional*, defaults to `"token"`):
             Twist of CTL: from each token's log-ratio (`"token"`, Eq. 7) or from the prefix's (`"prefix"`).
         num_proposal_generations (`int`, *optional*):
             Proposal samples a prompt, at least 2. If `None`, `num_generations`.
         proposal_updates_per_step (`int`, *optional*, defaults to `1`):
-            Proposal updates for each generation batch, each with new samples. The last samples also serve the policy,
-            and the last update is repeated with each policy update on the batch. Above 1, `steps_per_generation` must
-            be a multiple of `gradient_accumulation_steps`, as by default.
+            Proposal updates for each batch of generations, each on fresh proposal samples. The last samples also serve
+            the policy, and the last update is repeated with each policy update on the batch. Above 1,
+            `steps_per_generation` must be a multiple of `gradient_accumulation_steps`, as by default.
         proposal_update_order (`str`, *optional*, defaults to `"before"`):
             Whether the proposal learns from the policy `"before"` its update (no extra pass) or `"after"`.
         push_proposal_to_hub (`bool`, *optional*, defaults to `False`):
-            Whether `push_to_hub` also pushes the final proposal, to a **private** repository of its own; an existing
+            Whether `push_to_hub` also pushes the final proposal, to a private repository of its own; an existing
             public one is refused.
         hub_proposal_model_id (`str`, *optional*):
-            Name of that repository. If `None`, the policy's name followed by `-proposal`.
+            Private repository of the proposal. If `None`, the policy's name followed by `-proposal`.
         proposal_vllm_server_base_url (`str`, *optional*):
             Server for the proposal with `vllm_mode="server"`. If `None`, both models take turns on the policy's.
         proposal_vllm_group_port (`int`, *optional*, defaults to `51217`):
             Port for sending weights to the proposal's server.
     """
 
-    target_dist_beta: float | None = option(
-        None,
-        "Inverse temperature of the target distribution (the paper's beta with its sign): below 0 for the tilted "
-        "potential. Not the KL coefficient, which is `beta`. If unset, -10.",
-    )
-    target_dist_beta_start: float | None = option(
-        None, "If set, target_dist_beta moves geometrically from this value over all updates."
-    )
-    potential: Literal["tilted", "indicator", "class"] | None = option(
-        None,
-        "How the target weighs a completion: `tilted`, `indicator` or `class` potential. If unset, `indicator` "
-        "with `proposal='hot_policy'`, else `tilted`.",
-    )
-    target_class: Literal[0, 1] = option(1, "Class of the `class` potential, 0 or 1.")
-    reward_cap: float | None = option(None, "Rewards above the cap count as the cap in the tilted potential.")
-    alpha: float | None = option(
-        None,
-        "Weight of the negative term. 0 leaves it out, and there is no proposal. If unset, 1 with "
-        "`proposal='hot_policy'`, else 0.1; on GRPO 0.1, with tokens counted as in `loss_type`.",
-    )
-    alpha_start: float | None = option(None, "If set, alpha moves geometrically from this value over all updates.")
-    alpha_normalization: Literal["samples", "none"] | None = option(
-        None,
-        "`samples`: alpha is divided by N, as in the published runs. `none`: Eq. 4 of the paper. If unset, `none`"
-        " with `proposal='hot_policy'`, else `samples`; on GRPO with `alpha` unset `samples`.",
-    )
-    negative_loss: Literal["push_down", "reinforce"] = option(
-        "push_down", "What the policy does with weighted proposal samples: `push_down` or `reinforce`."
-    )
-    negative_baseline: Literal["none", "proposal", "policy"] = option(
-        "none", "Baseline of `negative_loss='reinforce'`: `none`, `proposal` or `policy`."
-    )
-    proposal: Literal["hot_policy", "learned", "policy"] = option(
-        "hot_policy",
-        "What finds the policy's bad outputs: the policy, drawn so that more of them come (`hot_policy`), a "
-        "second model that learns to (`learned`, as in the paper), or the policy's own samples, reweighted "
-        "(`policy`).",
-    )
-    proposal_temperature: float | None = option(
-        None, "One temperature, above 1, for the hot policy's extra samples. If unset, the run chooses."
-    )
-    proposal_learning_rate: float | None = option(None, "Learning rate of the proposal. If `None`, `learning_rate`.")
-    proposal_loss: Literal["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"] = option(
-        "ctl", "Loss of the proposal: `ctl`, `ctl_no_second_term`, `dpg`, `sixo` or `vargrad`."
-    )
-    proposal_parameterization: Literal["token", "prefix"] = option(
-        "token", "Twist of CTL: from each token's log-ratio or from the prefix's."
-    )
-    num_proposal_generations: int | None = option(
-        None, "Proposal samples a prompt, at least 2. If `None`, `num_generations`."
-    )
-    proposal_updates_per_step: int = option(
-        1, "Proposal updates for each batch of generations, each on fresh proposal samples."
-    )
-    proposal_update_order: Literal["before", "after"] = option(
-        "before", "Whether the proposal learns from the policy `before` or `after` the policy's update."
-    )
-    push_proposal_to_hub: bool = option(
-        False, "Whether to push the proposal with the final policy, to a private repository of its own."
-    )
-    hub_proposal_model_id: str | None = option(
-        None, "Private repository of the proposal. If `None`, the policy's name with `-proposal` behind it."
-    )
-    proposal_vllm_server_base_url: str | None = option(
-        None, "With `vllm_mode='server'`, a server for the proposal. If `None`, it shares the policy's."
-    )
-    proposal_vllm_group_port: int = option(51217, "Port over which the proposal's vLLM server gets its weights.")
+    target_dist_beta: float | None = None
+    target_dist_beta_start: float | None = None
+    potential: Literal["tilted", "indicator", "class"] | None = None
+    target_class: Literal[0, 1] = 1
+    reward_cap: float | None = None
+    alpha: float | None = None
+    alpha_start: float | None = None
+    alpha_normalization: Literal["samples", "none"] | None = None
+    negative_loss: Literal["push_down", "reinforce"] = "push_down"
+    negative_baseline: Literal["none", "proposal", "policy"] = "none"
+    proposal: Literal["hot_policy", "learned", "policy"] = "hot_policy"
+    proposal_temperature: float | None = None
+    proposal_learning_rate: float | None = None
+    proposal_loss: Literal["ctl", "ctl_no_second_term", "dpg", "sixo", "vargrad"] = "ctl"
+    proposal_parameterization: Literal["token", "prefix"] = "token"
+    num_proposal_generations: int | None = None
+    proposal_updates_per_step: int = 1
+    proposal_update_order: Literal["before", "after"] = "before"
+    push_proposal_to_hub: bool = False
+    hub_proposal_model_id: str | None = None
+    proposal_vllm_server_base_url: str | None = None
+    proposal_vllm_group_port: int = 51217
 
     def __post_init__(self):
         check_target_is_used(self)
@@ -238,6 +196,7 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
         return super().charges_bad and self.alpha == 0  # else the constraint moves `alpha`
 
 
+@documented
 @dataclass
 class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
     r"""
@@ -250,8 +209,8 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
 
     Parameters:
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
-            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention of
-            the published `alpha`) or their `"sum"`. For PPO's own loss see `loss_type`.
+            How token log-probabilities enter the negative term: their `"mean"` (the convention of the published
+            `alpha`) or their `"sum"`. For PPO's own loss see `loss_type`.
 
     > [!NOTE]
     > These parameters have default values different from [`PPOConfig`]:
@@ -261,15 +220,14 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
     num_generations: int | None = option(
         4, "Number of completions a prompt. Importance weights compare a prompt's samples."
     )
-    logprob_reduction: Literal["mean", "sum"] = option(
-        "mean", "How token log-probabilities enter the negative term: their `mean` or their `sum`."
-    )
+    logprob_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
         super().__post_init__()
         check_repulse_config(self, in_rows=True)
 
 
+@documented
 @dataclass
 class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     r"""
@@ -283,12 +241,12 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
 
     Parameters:
         logprob_reduction (`str`, *optional*):
-            How the token log-probabilities of a completion enter the negative term: their `"mean"` (the convention of
-            the published `alpha`) or their `"sum"`. For GRPO's own loss see `loss_type`. If `None`, `"mean"`; with
-            `alpha` unset and `loss_type` `"dr_grpo"` or `"luspo"`, `"sum"`, as in these losses.
+            How token log-probabilities enter the negative term: their `"mean"` (the convention of the published
+            `alpha`) or their `"sum"`. For GRPO's own loss see `loss_type`. If unset, `"mean"`; with `alpha` unset and
+            `loss_type` `"dr_grpo"` or `"luspo"`, `"sum"`, as in these losses.
         proposal_tools (`bool`, *optional*, defaults to `False`):
-            Whether the proposal, or the hot policy, may use the trainer's `tools`, which take effect, and environments
-            of a `proposal_environment_factory`. It seeks the policy's worst behaviour there.
+            Whether the proposal, or the hot policy, which seeks the policy's worst behaviour, may act with the
+            trainer's `tools`, which take effect, and in environments of a `proposal_environment_factory`.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`] and
@@ -306,15 +264,8 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     disable_dropout: bool = option(
         True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
     )
-    logprob_reduction: Literal["mean", "sum"] | None = option(
-        None,
-        "How token log-probabilities enter the negative term: their `mean` or their `sum`. If unset, `mean`, or "
-        "with a default `alpha` as in `loss_type`.",
-    )
-    proposal_tools: bool = option(
-        False,
-        "Whether the proposal, or the hot policy, which seeks the policy's worst behaviour, may act with the tools.",
-    )
+    logprob_reduction: Literal["mean", "sum"] | None = None
+    proposal_tools: bool = False
 
     def __post_init__(self):
         check_compared(self)

@@ -4,6 +4,7 @@ import inspect
 import re
 import warnings
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from .._errors import did_you_mean
@@ -14,8 +15,20 @@ warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is depreca
 
 
 def option(default: Any, help: str) -> Any:
-    """A field with a default and a text for the command line."""
+    """A field with a default and a text for the command line, where the class's docstring has no entry for it."""
     return field(default=default, metadata={"help": help})
+
+
+def documented(cls: type) -> type:
+    """Class decorator above `dataclass`. The fields that the class declares get their command-line help from its docstring."""
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    for name, text in re.findall(r"^    (\w+) \(.+\):\n((?:        .*\n?)+)", doc, re.MULTILINE):
+        if name in inspect.get_annotations(cls):
+            text = re.sub(r"\[`[~\w.]*?(\w+)`\]", r"`\1`", " ".join(text.split()))  # links
+            text = re.sub(r'`"(\w+)"`', r"`\1`", text).replace("%", "%%")  # argparse formats it
+            declared = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+            declared.metadata = MappingProxyType({**declared.metadata, "help": text})
+    return cls
 
 
 class KnownFields:
@@ -45,6 +58,7 @@ class WholePrompts:
         super().__post_init__()
 
 
+@documented
 @dataclass
 class ScoringConfig(WholePrompts):
     r"""
@@ -52,21 +66,18 @@ class ScoringConfig(WholePrompts):
 
     Parameters:
         share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether completions of a prompt share rows in scoring and training, so that the prompt is read once.
-            `"auto"`: if a check at set-up finds that the models support it, else with a warning not. `True`: an error
-            if they do not. `False`: never. The number of completions in a row is chosen to make the pass cheapest.
+            Whether completions of a prompt are scored in common rows, which read it once. `"auto"`: if a check at
+            set-up finds that the models support it, else with a warning not. `True`: an error if they do not. `False`:
+            never. The number of completions in a row is chosen to make the pass cheapest.
         per_device_eval_batch_size (`int`, *optional*):
             Completions of one evaluation pass on each device. If `None`, `per_device_train_batch_size`, or 8 if that is
             less, in whole prompts: a multiple of `num_generations_eval`, or of `num_generations`.
     """
 
-    share_prompts: Literal["auto", True, False, "true", "false"] = option(
-        "auto",
-        "Whether completions of a prompt are scored in common rows, which read it once: `auto` where a check at "
-        "set-up finds that the models can, `True` or an error, or `False`.",
-    )
+    share_prompts: Literal["auto", True, False, "true", "false"] = "auto"
 
 
+@documented
 @dataclass
 class RewardConfig(KnownFields):
     r"""
@@ -74,45 +85,30 @@ class RewardConfig(KnownFields):
 
     Parameters:
         reward_transform (`str`, *optional*):
-            Transform of the reward that the policy maximises: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r −
-            a·1[r < threshold]). If `None`, none. It acts before the KL penalty; the target distribution, the logged
-            `reward` and evaluations use the raw reward.
+            Transform of the reward the policy maximises: `"exponential"` (r - a*exp(b*r)) or `"indicator"` (r - a*1[r
+            < threshold]). It acts before the KL penalty; the target distribution, the logged `reward` and evaluations
+            use the raw reward.
         reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
-            The transform's a, at least 0.
+            The reward transform's a, at least 0.
         reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
-            The exponential transform's b, below 0.
+            The exponential reward transform's b, below 0.
         reward_transform_threshold (`float`, *optional*):
-            The indicator transform's threshold, in units of reward.
+            The indicator reward transform's threshold, in units of reward.
         bad_reward_threshold (`float`, *optional*):
-            Reward below which a completion is bad, for the logged shares of bad samples, the negative data and the
-            indicator potential. If `None`, the hot policy of RePULSe takes about the 2 % quantile of the first 500
-            rewards (of a tenth of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down
-            until then.
+            Reward under which a completion counts as bad, for logging, the negative data and the indicator potential.
+            If unset, the hot policy measures it. It takes about the 2 % quantile of the first 500 rewards (of a tenth
+            of all, but at least 50, if a run draws fewer than 5,000), and pushes nothing down until then.
         save_negatives (`bool`, *optional*, defaults to `False`):
-            Whether to append sampled completions with a reward below `bad_reward_threshold` to
+            Whether to append each sampled completion with a reward under `bad_reward_threshold` to
             `output_dir/negatives.jsonl`.
     """
 
-    reward_transform: Literal["exponential", "indicator"] | None = option(
-        None,
-        "Transform of the reward the policy maximises: `exponential` (r - a*exp(b*r)) or `indicator` (r - a*1[r <"
-        " threshold]). Never seen by the target distribution or the evaluation.",
-    )
-    reward_transform_alpha: float = option(1.0, "The reward transform's a, at least 0.")
-    reward_transform_beta: float = option(-1.0, "The exponential reward transform's b, below 0.")
-    reward_transform_threshold: float | None = option(
-        None, "The indicator reward transform's threshold, in units of reward."
-    )
-    bad_reward_threshold: float | None = option(
-        None,
-        "Reward under which a completion counts as bad, for logging, the negative data and the indicator "
-        "potential. If unset, the hot policy measures it.",
-    )
-    save_negatives: bool = option(
-        False,
-        "Whether to append each sampled completion with a reward under `bad_reward_threshold` to "
-        "`output_dir/negatives.jsonl`.",
-    )
+    reward_transform: Literal["exponential", "indicator"] | None = None
+    reward_transform_alpha: float = 1.0
+    reward_transform_beta: float = -1.0
+    reward_transform_threshold: float | None = None
+    bad_reward_threshold: float | None = None
+    save_negatives: bool = False
 
 
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +123,7 @@ def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
+@documented
 @dataclass
 class EngineConfig:
     r"""
@@ -134,23 +131,15 @@ class EngineConfig:
 
     Parameters:
         vllm_sleep_level (`int`, *optional*):
-            What the engine does between samplings with `vllm_enable_sleep_mode=True`: keep its weights in main memory
-            (1) or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
+            With `vllm_enable_sleep_mode`, what the engine does between samplings: keep its weights in main memory (1)
+            or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
         vllm_logp_difference_threshold (`float`, *optional*, defaults to `0.1`):
-            Mean difference, in nats a token, between the log-probabilities of engine and trainer above which a warning
+            Mean difference (nats a token) between vLLM's log-probabilities and the trainer's own above which a warning
             is given. Importance weights use only the trainer's.
     """
 
-    vllm_sleep_level: Literal[1, 2] | None = option(
-        None,
-        "With `vllm_enable_sleep_mode`, what the engine does between samplings: keep its weights in main memory "
-        "(1) or drop them (2). If `None`, 1 where adapters are pushed and 2 elsewhere.",
-    )
-    vllm_logp_difference_threshold: float = option(
-        0.1,
-        "Mean distance (nats a token) between vLLM's log-probabilities and the trainer's own, from which on a "
-        "warning is given.",
-    )
+    vllm_sleep_level: Literal[1, 2] | None = None
+    vllm_logp_difference_threshold: float = 0.1
 
     def to_dict(self) -> dict[str, Any]:
         """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""

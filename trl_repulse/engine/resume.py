@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
@@ -30,32 +32,19 @@ logger = get_logger(__name__)
 
 # Training state in a checkpoint. With a second model, which is never uploaded, it is of no use on the Hub and not uploaded either
 RESUME_STATE = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
-# Fields of configurations. Another value would change the batches that are left
-_LAYOUT = """
-    num_generations num_proposal_generations steps_per_generation num_iterations proposal_updates_per_step
-    per_device_train_batch_size gradient_accumulation_steps shuffle_dataset seed
-""".split()
-# Another value would change the objective
-_OBJECTIVE = """
-    alpha alpha_start alpha_normalization target_dist_beta target_dist_beta_start potential target_class reward_cap
-    negative_loss negative_baseline proposal proposal_temperature proposal_loss
-    proposal_parameterization proposal_update_order baseline baseline_constant logprob_reduction normalize_advantages
-    beta epsilon epsilon_high cvar_level cvar_over cvar_schedule_ratio max_bad_probability constraint_learning_rate
-    reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold reward_weights
-    reward_clip_range max_completion_length mask_truncated_completions loss_type gae_lambda gamma value_clip
-    whiten_advantages value_warmup_steps delta use_bias_correction_kl temperature top_k top_p min_p repetition_penalty
-    generation_kwargs chat_template_kwargs disable_dropout sync_ref_model top_entropy_quantile entropy_coef
-    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target scale_rewards
-    importance_sampling_level off_policy_mask_threshold multi_objective_aggregation sapo_temperature_neg
-    sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg vllm_importance_sampling_correction
-    vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    vllm_importance_sampling_cap router_aux_loss_coef
-""".split()
-# Another value is ignored, wholly or in part, and gets a warning
+# Of the fields of transformers' TrainingArguments, those that are compared. Another value would change the batches that are left,
+_BATCHES = "per_device_train_batch_size gradient_accumulation_steps seed".split()
+# or is ignored, wholly or in part, and gets a warning; `value_learning_rate` and `proposal_learning_rate` too
 _REPORTED = """
     learning_rate proposal_learning_rate value_learning_rate lr_scheduler_type warmup_steps max_steps num_train_epochs
     max_grad_norm weight_decay optim optim_args lr_scheduler_kwargs adam_beta1 adam_beta2 adam_epsilon
 """.split()
+# All fields that TRL and this package add may change the batches or the objective, except these
+_FREE = re.compile(
+    "log_.*|vllm_(?!importance_sampling|structured).*|.*use_vllm|.*_vllm_.*|.*continuous_batching.*|use_transformers_paged|.*hub.*|save_.*|"
+    "num_completions_to_print|num_generations_eval|share_prompts|generation_batch_size|model_init_kwargs|trust_remote_code|"
+    "pad_to_multiple_of|cache_implementation|ds3_gather_for_generation"
+)
 # Not fields of a configuration; another value gets a warning. Rewards have names alone, which a moved folder changes
 _REPORTED_OF_MODELS = {
     "model": "a new reference is loaded from a new `model`",
@@ -232,8 +221,8 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
         return
     position = json.loads((checkpoint / f"position-{rank}.json").read_text(encoding="utf-8"))
     trainer._step = position["step"]
-    trainer._conversation = (position.get("prompt") or {}).get("messages")
-    if trainer._constraint is not None and position.get("constraint") is not None:
+    trainer._conversation = (position["prompt"] or {}).get("messages")
+    if trainer._constraint is not None and position["constraint"] is not None:
         trainer._constraint.load_state(position["constraint"])
     batches = [dict(batch) for batch in position["buffer"] or ()]
     tensors: dict[str, torch.Tensor] = {}
@@ -246,12 +235,12 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     if position["buffer"] is not None:
         trainer._buffered_inputs = batches
     negative = getattr(trainer, "_negative", None)
-    if negative is not None and position.get(_NEGATIVE_TERM) is not None:
+    if negative is not None and position[_NEGATIVE_TERM] is not None:
         negative.load_state(position[_NEGATIVE_TERM], tensors)
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     if trainer.accelerator.is_main_process:
         size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
-        if size and _first_row(negatives) != position.get("negatives_begin", _first_row(negatives)):
+        if size and _first_row(negatives) != position["negatives_begin"]:
             set_negatives_aside(trainer.args.output_dir)  # of another run
             size = 0
         if size > expected:
@@ -276,13 +265,17 @@ def _first_row(path: Path) -> str:
 
 def _settings(trainer: Any) -> dict[str, Any]:
     """Settings that are compared when a run is resumed, as JSON returns them."""
-    names = [name for name in (*_LAYOUT, *_OBJECTIVE, *_REPORTED) if hasattr(trainer.args, name)]
-    settings = {name: getattr(trainer.args, name) for name in names}
+    compared, shared = (*_BATCHES, *_REPORTED), TrainingArguments.__dataclass_fields__
+    settings = {
+        name: value
+        for name, value in trainer.args.to_dict().items()
+        if name in compared or not (name in shared or _FREE.fullmatch(name))
+    }
     decides = settings.get("potential") == "indicator" or trainer._constraint is not None
-    if decides or getattr(trainer.args, "draws_hot", False):  # else it only serves a metric
-        settings["bad_reward_threshold"] = trainer.args.bad_reward_threshold
-    if trainer.args.sync_ref_model:
-        settings |= {name: getattr(trainer.args, name) for name in ("ref_model_sync_steps", "ref_model_mixup_alpha")}
+    if not (decides or getattr(trainer.args, "draws_hot", False)):  # it only serves a metric
+        settings.pop("bad_reward_threshold", None)
+    if not trainer.args.sync_ref_model:
+        settings = {name: value for name, value in settings.items() if not name.startswith("ref_model_")}
     second = list(trainer._second_models.values())
     settings["second model"] = " and ".join(type(model).__name__ for model in second) or None
     settings["model"] = trainer.model.config._name_or_path
@@ -334,10 +327,10 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         )
     before, now = position["settings"], _settings(trainer)
     for name in _ADAPTERS:  # fields that differ, and that both versions of PEFT have
-        if now[name] is not None and before.get(name) is not None:
+        if now[name] is not None and before[name] is not None:
             changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
             before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
-    drawn = position.get("prompt")
+    drawn = position["prompt"]
     if drawn is not None:
         text = _rendered(trainer, drawn["messages"])["text"]
         if text != drawn["text"]:

@@ -6,15 +6,14 @@ that only affects speed.
 """
 
 import inspect
-import json
+import linecache
 import re
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -38,8 +37,6 @@ _IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")
 _IRRELEVANT_TO_SCORES = re.compile(
     r"(^|_)(key|token|secret|password|url|host|port|device|rank|timeout|retries|batch_size)$", re.IGNORECASE
 )
-# Description of an object at its first use, before it counts calls or caches anything
-_SEEN: dict[tuple[int, str], tuple[weakref.ref[Any], dict[str, str]]] = {}
 _PLAIN = bool | int | float | complex | str | bytes | None
 
 
@@ -113,109 +110,52 @@ def warn_of_name(place: Path, name: str) -> None:
 
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """`code`, a hash of a function's byte code and the plain values it uses; empty without Python code."""
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    key = (id(owner), getattr(function, "__name__", ""))
-    seen, found = _SEEN.get(key, (lambda: None, {}))
-    if seen() is owner:
-        return found
-    root = owner.func if isinstance(owner, partial) else owner
-    package = _package(root if isinstance(root, FunctionType) else type(root))
-    found = {}
-    with suppress(NotImplementedError, RecursionError):  # weights not in memory, circular values
-        found = {"code": digest(_describe(function, package, []))}
-    with suppress(TypeError):  # not all objects have weak references
-        _SEEN[key] = weakref.ref(owner, lambda _: _SEEN.pop(key, None)), found
-    return found
+    """`code`, a hash of a function's file and name and of the values it was made with; empty if there is no file."""
+    with suppress(
+        OSError, TypeError, ValueError, NotImplementedError, RecursionError
+    ):  # NotImplementedError: weights not in memory
+        return {"code": digest(_describe(function, outermost=True))}
+    return {}
 
 
-def _package(defined: Any) -> str:
-    return (defined.__module__ or "").partition(".")[0]  # code run by `exec` may have no module
-
-
-def _describe(value: Any, package: str, seen: list[Any]) -> Any:
-    """A function, or a value that it uses, as JSON; `None` if it is in `seen` already."""
+def _describe(value: Any, outermost: bool = False) -> Any:
+    """
+    A value as JSON. Only of the `outermost` object the arguments count that it was made with; of those that it holds, functions, weights and
+    rewards count, and others by their type.
+    """
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):
-        return [_describe(each, package, seen) for each in value]
+        return [_describe(each) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_describe(each, package, seen), sort_keys=True) for each in value)
+        return sorted(repr(each) for each in value)
     if isinstance(value, dict):
         named = {str(name): each for name, each in value.items() if not _IRRELEVANT_TO_SCORES.search(str(name))}
-        return {name: _describe(each, package, seen) for name, each in named.items()}
-    if isinstance(value, CodeType):  # without file names and line numbers
-        return [value.co_code.hex(), value.co_names, _describe(value.co_consts, package, seen)]
-    kind = value if isinstance(value, type) else type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind is value:
-        return name
-    if any(value is each for each in seen):  # functions that call each other
-        return None
-    seen.append(value)
-    if isinstance(value, FunctionType):
-        return _describe(_parts_of_function(value), _package(value), seen)
-    if isinstance(value, MethodType):
-        return _describe([value.__func__, value.__self__], package, seen)
-    if isinstance(value, partial):
-        return _describe([value.func, value.args, value.keywords], package, seen)
+        return {name: _describe(each) for name, each in named.items()}
     if isinstance(value, FunctionReward | ModelReward | RemoteReward | TransformedReward):
         return identify_reward(value)
-    if _package(kind) == package or isinstance(value, nn.Module):
-        return _describe(_parts_of_instance(value, package), package, seen)
-    return name
+    if isinstance(value, partial):
+        return [_describe(value.func, outermost), _describe(value.args), _describe(value.keywords)]
+    if isinstance(value, MethodType):
+        return [value.__name__, _describe(value.__self__, outermost)]
+    if isinstance(value, FunctionType):
+        held = [value.__defaults__, value.__kwdefaults__, inspect.getclosurevars(value).nonlocals]
+        return [*_source(value), value.__code__.co_firstlineno, _describe(held)]
+    kind = type(value)
+    if not outermost and not isinstance(value, nn.Module):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    weights = hash_model(value) if isinstance(value, nn.Module) else None
+    if not isinstance(kind.__call__, FunctionType):  # in C
+        raise TypeError
+    held = {
+        name: getattr(value, name, getattr(value, f"_{name}", None)) for name in inspect.signature(kind).parameters
+    }
+    return [*_source(kind), weights, _describe(held)]
 
 
-def _parts_of_function(function: FunctionType) -> dict[str, Any]:
-    """Its code, defaults, closure, and the constants and functions of its module that it uses."""
-    code = function.__code__
-    held = {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not bound yet
-            held[name] = cell.cell_contents
-    for name in _global_names(code):
-        found = function.__globals__.get(name)
-        if _is_plain(found) or (isinstance(found, FunctionType) and found.__module__ == function.__module__):
-            held.setdefault(name, found)
-    parameters = inspect.signature(function, follow_wrapped=False).parameters
-    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-    return {"code": code, "defaults": defaults, "held": held}
-
-
-def _parts_of_instance(value: Any, package: str) -> dict[str, Any]:
-    """Functions and plain values of its classes from one package, and its attributes."""
-    methods: dict[str, FunctionType] = {}
-    members: dict[str, Any] = {}
-    for cls in reversed([cls for cls in type(value).__mro__ if _package(cls) == package and cls is not object]):
-        for name, member in vars(cls).items():
-            function = getattr(member, "__func__", getattr(member, "fget", member))
-            if isinstance(function, FunctionType):
-                methods[name] = function
-            elif isinstance(member, MemberDescriptorType):  # of a class with `__slots__`
-                with suppress(AttributeError):
-                    members[name] = member.__get__(value)
-            elif _is_plain(member) and not name.startswith("__"):
-                members[name] = member
-    if isinstance(value, nn.Module):
-        members["weights"] = hash_model(value)
-    elif callable(value) and not methods:
-        raise NotImplementedError
-    else:
-        members |= getattr(value, "__dict__", {})
-    return {"class": type(value).__qualname__, "methods": methods, "values": members}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
-
-
-def _global_names(code: CodeType) -> Iterator[str]:
-    """Global names used by a function and the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+def _source(defined: Any) -> tuple[str, str]:
+    """The text of the file, or the notebook's cell, of a function or class, and its name. Raises `TypeError` or `OSError` without one."""
+    text = "".join(linecache.getlines(inspect.getfile(defined)))
+    if not text:
+        raise OSError
+    return text, defined.__qualname__

@@ -76,6 +76,11 @@ def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -
     return columns[label_column]
 
 
+def is_async(function: Any) -> bool:
+    """Whether calls of a function, or of a callable object, return coroutines."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def as_number(value: Any) -> float | None:
     """A reward as a number; NaN if it is not one."""
     if value is None:
@@ -84,11 +89,6 @@ def as_number(value: Any) -> float | None:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with several numbers
         return math.nan
-
-
-def is_async(function: Any) -> bool:
-    """Whether calling a function or an object gives a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def as_values(result: Any) -> list[Any] | None:

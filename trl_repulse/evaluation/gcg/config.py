@@ -2,12 +2,14 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...configs.shared_config import documented
 from ...data._prompts import check_template_variables
 
 
+@documented
 @dataclass
 class GCGConfig:
     """
@@ -46,10 +48,11 @@ class GCGConfig:
         stop_loss (`float`, *optional*):
             Loss, in nats, at which to stop.
         merge_swaps (`int`, *optional*, defaults to `0`):
-            A step also tries the best 2, 3, ... up to this many candidates merged into one. Not in the published algorithm.
+            Largest number of candidates that are merged into one: a step also tries the best 2, 3, ... merged. Not in
+            the published algorithm.
         screen_dtype (`str`, *optional*):
-            `"bfloat16"` or `"float16"`: a copy of the model in this precision scores all candidates, and the model only
-            those that may be the best. Results are the same up to rare outliers.
+            Precision, `"bfloat16"` or `"float16"`, of a copy of the model that scores all candidates; the model scores
+            only those that may be the best. Results are the same up to rare outliers. If unset, there is no copy.
         probe_sampling_factor (`int`, *optional*, defaults to `16`):
             With a draft model, the probe set holds one in so many candidates (Zhao et al. 2024, arXiv 2403.01251).
         probe_reduction (`int`, *optional*, defaults to `8`):
@@ -57,7 +60,7 @@ class GCGConfig:
         prompt_format (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for the tokenizer's chat template, `"raw"` for plain text that the model continues.
         chat_template_kwargs (`dict` or `str`, *optional*):
-            Variables for the chat template, as in training; on the command line as JSON.
+            Variables for the chat template, such as `{"enable_thinking": false}`; on the command line as JSON.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the candidates. The global random state is not used.
 
@@ -65,37 +68,28 @@ class GCGConfig:
         `ValueError`: If a value is out of range.
     """
 
-    num_steps: int = field(default=250, metadata={"help": "Steps: one gradient and one search each."})
-    search_width: int = field(default=512, metadata={"help": "Candidates drawn in a step."})
-    topk: int = field(default=256, metadata={"help": "Tokens at each position that candidates draw from."})
-    n_replace: int = field(default=1, metadata={"help": "Positions a candidate changes."})
-    buffer_size: int = field(default=0, metadata={"help": "Best suffixes kept; 0 follows the last step's best."})
-    mellowmax: float | None = field(default=None, metadata={"help": "Inverse temperature of the mellowmax."})
-    suffix_init: str = field(default=" x" * 10, metadata={"help": "Suffix to start from."})
-    micro_batch_size: int | None = field(default=None, metadata={"help": "Candidates of one forward pass."})
-    use_prefix_cache: bool = field(default=True, metadata={"help": "Whether to compute the prefix only once."})
-    reuse_suffix_kv: bool = field(default=True, metadata={"help": "Whether to reuse unchanged first tokens."})
-    filter_roundtrip: Literal["context", "suffix", "off"] = field(
-        default="context",
-        metadata={"help": "Text whose tokens must be the candidate's: the whole prompt, the suffix, or none."},
-    )
-    allow_non_ascii: bool = field(default=False, metadata={"help": "Whether to draw tokens beyond printable ASCII."})
-    forbid_special: bool = field(default=True, metadata={"help": "Whether special tokens are never drawn."})
-    early_stop: bool = field(default=False, metadata={"help": "Whether to stop once decoding gives the target."})
-    stop_loss: float | None = field(default=None, metadata={"help": "Loss at which to stop."})
-    merge_swaps: int = field(default=0, metadata={"help": "Largest number of candidates that are merged into one."})
-    screen_dtype: Literal["bfloat16", "float16"] | None = field(
-        default=None, metadata={"help": "Precision of a copy of the model that scores all candidates; unset, none."}
-    )
-    probe_sampling_factor: int = field(default=16, metadata={"help": "With a draft model: one in so many is probed."})
-    probe_reduction: int = field(default=8, metadata={"help": "With a draft model: divides the scored share."})
-    prompt_format: Literal["chat", "raw"] = field(
-        default="chat", metadata={"help": "The tokenizer's chat template, or plain text that the model continues."}
-    )
-    chat_template_kwargs: dict | str | None = field(
-        default=None, metadata={"help": 'Variables for the chat template, such as `{"enable_thinking": false}`.'}
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the candidates."})
+    num_steps: int = 250
+    search_width: int = 512
+    topk: int = 256
+    n_replace: int = 1
+    buffer_size: int = 0
+    mellowmax: float | None = None
+    suffix_init: str = " x" * 10
+    micro_batch_size: int | None = None
+    use_prefix_cache: bool = True
+    reuse_suffix_kv: bool = True
+    filter_roundtrip: Literal["context", "suffix", "off"] = "context"
+    allow_non_ascii: bool = False
+    forbid_special: bool = True
+    early_stop: bool = False
+    stop_loss: float | None = None
+    merge_swaps: int = 0
+    screen_dtype: Literal["bfloat16", "float16"] | None = None
+    probe_sampling_factor: int = 16
+    probe_reduction: int = 8
+    prompt_format: Literal["chat", "raw"] = "chat"
+    chat_template_kwargs: dict | str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         positive = "num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"
@@ -116,6 +110,7 @@ class GCGConfig:
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
 
 
+@documented
 @dataclass
 class GCGEvaluationConfig(GCGConfig):
     """
@@ -125,7 +120,7 @@ class GCGEvaluationConfig(GCGConfig):
 
     Args:
         scenario (`str`, *optional*, defaults to `"behaviors"`):
-            `"behaviors"`: the prompt is the row's `goal` and the suffix. `"strings"`: it is the suffix alone.
+            What the prompt is: the row's `goal` and the suffix (`"behaviors"`), or the suffix alone (`"strings"`).
         num_samples (`int`, *optional*, defaults to `10`):
             Responses drawn for each target before the attack, and as many after it.
         max_new_tokens (`int`, *optional*, defaults to `20`):
@@ -135,7 +130,8 @@ class GCGEvaluationConfig(GCGConfig):
         max_targets (`int`, *optional*):
             Number of rows used, from the top of the table; all if unset.
         on_bad_row (`str`, *optional*, defaults to `"error"`):
-            For rows without a goal or target: `"error"` to refuse the table, `"skip"` to record them as skipped.
+            What to do with rows without a goal or target: refuse the table (`"error"`), or record them as skipped
+            (`"skip"`).
         save_responses (`bool`, *optional*, defaults to `False`):
             Whether the results hold the responses.
 
@@ -143,17 +139,13 @@ class GCGEvaluationConfig(GCGConfig):
         `ValueError`: If a value is out of range.
     """
 
-    scenario: Literal["behaviors", "strings"] = field(
-        default="behaviors", metadata={"help": "Whether the prompt is a goal and the suffix, or the suffix alone."}
-    )
-    num_samples: int = field(default=10, metadata={"help": "Responses drawn for each target, before and after."})
-    max_new_tokens: int = field(default=20, metadata={"help": "Tokens of a response."})
-    include_suffix: bool = field(default=False, metadata={"help": "Whether the judge reads the suffix."})
-    max_targets: int | None = field(default=None, metadata={"help": "Rows of the table that are used; unset, all."})
-    on_bad_row: Literal["error", "skip"] = field(
-        default="error", metadata={"help": "Refuse a table with rows that lack a goal or target, or record them."}
-    )
-    save_responses: bool = field(default=False, metadata={"help": "Whether the results hold the responses."})
+    scenario: Literal["behaviors", "strings"] = "behaviors"
+    num_samples: int = 10
+    max_new_tokens: int = 20
+    include_suffix: bool = False
+    max_targets: int | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+    save_responses: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,6 +155,7 @@ class GCGEvaluationConfig(GCGConfig):
         _one_of("on_bad_row", self.on_bad_row, "error", "skip")
 
 
+@documented
 @dataclass
 class GCGRunArguments:
     """
@@ -174,7 +167,8 @@ class GCGRunArguments:
         table (`str`, *optional*):
             CSV file with a header and the columns `goal` and `target`. Required.
         reward_type (`str`, *optional*):
-            The judge: `"refusal"`, or a reward as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier
+            The judge: `"refusal"`, `"sequence_pair"`, `"chat"`, `"toxicity"`, `"guard"`, `"remote"`, or a function,
+            `path/to/file.py:function`, as in [`~trl_repulse.rewards.loading.load_reward`]. If unset, the classifier
             `reward_model_path`, or `"refusal"` without one.
         reward_model_path (`str`, *optional*):
             Reward model: a path, a Hub id, or a server's address.
@@ -199,32 +193,18 @@ class GCGRunArguments:
         `ValueError`: If a required argument is missing or a value cannot be read.
     """
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Model to attack: a path or a Hub id."})
-    table: str | None = field(default=None, metadata={"help": "CSV file with the columns `goal` and `target`."})
-    reward_type: str | None = field(
-        default=None,
-        metadata={
-            "help": "The judge: `refusal`, `sequence_pair`, `chat`, `toxicity`, `guard`, `remote`, or a function, "
-            "`path/to/file.py:function`; unset, the classifier of `reward_model_path`, or without one `refusal`."
-        },
-    )
-    reward_model_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a path, a Hub id, or an address."}
-    )
-    reward_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Further arguments of the reward, as JSON."}
-    )
-    output: str = field(default="gcg.jsonl", metadata={"help": "File of the results."})
-    threshold: list[float] | None = field(default=None, metadata={"help": "Scores below which a response is bad."})
-    shard: str = field(default="1/1", metadata={"help": "Part of the table, as i/n with i from 1 to n."})
-    dtype: str = field(default="float32", metadata={"help": "Precision of the model's weights."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."})
-    draft_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "A smaller model with the same tokens."}
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run Python code that comes with the model."}
-    )
+    model_name_or_path: str | None = None
+    table: str | None = None
+    reward_type: str | None = None
+    reward_model_path: str | None = None
+    reward_kwargs: dict | str | None = None
+    output: str = "gcg.jsonl"
+    threshold: list[float] | None = None
+    shard: str = "1/1"
+    dtype: str = "float32"
+    model_revision: str = "main"
+    draft_model_name_or_path: str | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         for name in ("model_name_or_path", "table"):
