@@ -1,6 +1,7 @@
 """What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def test_grpo_with_a_transform(tmp_path):
     raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
     assert results["metrics"]["reward"] == pytest.approx(seen)
     assert seen < raw  # 0.3·exp(−0.5·r) is above 0
+
+
+@pytest.mark.thorough
+def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
+    """TRL's own trainer gets the warning as well, once."""
+    said = []
+    monkeypatch.setattr("trl_repulse.data._prompts.logger.warning_once", said.append)
+    shutil.copytree(two_tokens.policy_path(), tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    run("grpo", tmp_path / "out", "--model_name_or_path", str(tmp_path / "chat"), "--num_table_completions", "0")
+    assert len(said) == 1 and "`--apply_chat_template`" in said[0]
 
 
 def test_grpo_makes_the_transform_it_is_told_to(monkeypatch):

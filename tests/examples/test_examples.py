@@ -412,7 +412,7 @@ def test_infinite_reward(monkeypatch, tmp_path, is_embedded):
         flags += ["--model_name_or_path", two_tokens.policy_path(), "--dataset_name", two_tokens.prompts_path()]
     message = fail(monkeypatch, *([*WORLD, *QUICK] if is_embedded else OWN), *flags)
     assert "inf" in message
-    assert ("return one finite number a text" if is_embedded else "rewards must be finite") in message
+    assert ("return one finite number a text" if is_embedded else "return a finite number") in message
 
 
 def test_missing_model(monkeypatch, tmp_path):

@@ -184,12 +184,8 @@ def run(
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, PrinterCallback | ProgressCallback):
                 callback.on_log = _print_log
-    if not isinstance(trainer, BaseTrainer):  # ours name the reward function that an error came through
-        check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
-        trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
-        warn_of_template(trainer.processing_class, next(iter(prompts))["prompt"], args.chat_template_kwargs)
-        tokenize = trainer._tokenize_prompts
-        trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
+    if not isinstance(trainer, BaseTrainer):
+        _check_as_ours(trainer, prompts)
     # TRL's trainers get these too
     with withheld_from_uploads(BaseTrainer._withheld), naming_a_full_disk(args.output_dir):
         try:
@@ -214,6 +210,15 @@ def run(
         if table is not None:
             table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
+
+
+def _check_as_ours(trainer: Trainer, prompts: Dataset | IterableDataset) -> None:
+    """Gives TRL's trainer the checks of prompts and rewards that ours have, which name the function that an error came through."""
+    check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
+    trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
+    warn_of_template(trainer.processing_class, next(iter(prompts))["prompt"], trainer.args.chat_template_kwargs)
+    tokenize = trainer._tokenize_prompts
+    trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
 
 
 def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
