@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trl_repulse.generation._cache import with_cache
+
 from .judge import reward
 
 
@@ -66,8 +68,8 @@ class Prototype:
             if done.all() or t == self.length - 1:
                 break
             mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
-            options = {"attention_mask": mask, "position_ids": position[:, None], "past_key_values": cache}
-            logits = self.fast(input_ids=ids[:, t : t + 1], use_cache=True, **options).logits[:, -1]
+            options = {"attention_mask": mask, "position_ids": position[:, None]} | with_cache(self.fast, cache)
+            logits = self.fast(input_ids=ids[:, t : t + 1], **options).logits[:, -1]
         return ids, live
 
     def log_probs(
@@ -78,8 +80,8 @@ class Prototype:
         mask = torch.cat([x["attention_mask"].repeat_interleave(self.n, 0), live.long()], 1)
         before = x["attention_mask"].sum(1).repeat_interleave(self.n) - 1
         position = before[:, None] + live.long().cumsum(1)
-        options = {"attention_mask": mask[:, :-1], "position_ids": position[:, :-1], "past_key_values": cache}
-        rest = model(input_ids=ids[:, :-1], use_cache=True, **options).logits
+        options = {"attention_mask": mask[:, :-1], "position_ids": position[:, :-1]} | with_cache(model, cache)
+        rest = model(input_ids=ids[:, :-1], **options).logits
         logits = torch.cat([first[:, None], rest], 1).float()
         log_p = logits.gather(-1, ids[..., None]).squeeze(-1) - logits.logsumexp(-1)
         return log_p.masked_fill(~live, 0).sum(1)

