@@ -153,6 +153,13 @@ def test_numbers_out_of_range_are_refused_before_anything_is_drawn():
 
 
 def test_a_completion_without_a_reward_is_refused():
-    made = integration.RewardFilter(lambda prompts, completions: [1.0, None])
     with pytest.raises(ValueError, match="no finite reward"):
-        made.apply([["a", "b"]], [{"prompt": "hello"}])
+        integration.rewarded(lambda prompts, completions: [1.0, None], [["a", "b"]], [{"prompt": "hello"}])
+
+
+def test_an_asynchronous_reward_reads_the_columns():
+    async def reward(prompts, completions, tag):
+        return [float(len(text) + each["x"]) for text, each in zip(completions, tag, strict=True)]
+
+    docs = [{"prompt": "hello", "tag": {"x": 1}}, {"prompt": "bye", "tag": {"x": 2.5}}]
+    assert integration.rewarded(reward, [["a", "bc"], ["d", ""]], docs) == [[2.0, 3.0], [3.5, 2.5]]

@@ -4,8 +4,6 @@ Attack success of simple attacks on a model: prompts as they are, jailbreak temp
 Axis letters: P behaviours, N attempts at each.
 """
 
-import asyncio
-import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
 from . import tails
-from ._generation import as_function, check_template_kwargs, event_loop, process_state, prompt_tokens, render
+from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
 from .gcg.evaluator import LABELS, RefusalJudge
 from .gcg.results import _scores, read_results
 from .records import SampleSet, write_atomically
@@ -169,13 +167,11 @@ class OnBehavior:
         self.__name__, self._function = as_function(reward, None, device, chat_template_kwargs, trust_remote_code)
 
     def __call__(self, prompts: list, completions: list, behavior: list, prefill: list, **columns: Any) -> list:
-        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        answers: list[Any] = [begin + text for begin, text in zip(prefill, texts, strict=True)]
+        texts = (text if isinstance(text, str) else text[0]["content"] for text in completions)
+        answers = [begin + text for begin, text in zip(prefill, texts, strict=True)]
         columns.pop("completion_ids", None)  # of the answer without its beginning
-        if not isinstance(behavior[0], str):
-            answers = [[{"role": "assistant", "content": answer}] for answer in answers]
-        given = self._function(prompts=behavior, completions=answers, **columns)
-        return asyncio.run_coroutine_threadsafe(given, event_loop()).result() if inspect.isawaitable(given) else given
+        named = {self.__name__: self._function}
+        return evaluate_rewards(named, behavior, answers, None, columns, len(answers))[self.__name__]
 
 
 def refusal(prompts: list, completions: list, **_: Any) -> list[float]:
@@ -426,18 +422,10 @@ def export_attempts(
     """
     Writes attempts for other tools, with prompts as the model read them and whole answers.
 
-    Args:
-        path (`Path`): JSON file.
-        attacks (`Sequence[Attack]`), samples (`dict[str, SampleSet]`):
-            What [`run_attacks`] was given, and what it returned.
-        num_samples (`int`): N.
-        threshold (`float`): Score under which an attempt succeeded.
-        behaviors ([`~datasets.Dataset`]):
-            The behaviours; their columns name them.
-        layout (`str`):
-            `"jailbreakbench"`, by attack a list of jailbreaks as in its artifacts: the first success for each behaviour, or the
-            first attempt, with its `Index`. `"harmbench"`, by attack and `BehaviorID` all test cases with generations and labels. If
-            these are missing or repeated, the row's number from 0 is in their place.
+    `samples` is what [`run_attacks`] returned, `num_samples` N, `threshold` the score under which an attempt succeeded. With the layout
+    `"jailbreakbench"` they are, by attack, jailbreaks as in its artifacts: the first success for each behaviour, or the first attempt,
+    with its `Index`. With `"harmbench"` they are, by attack and `BehaviorID`, all test cases with generations and labels. If these are
+    missing or repeated, the row's number from 0 is in their place.
     """
     cases = {}
     for attack in attacks:

@@ -25,7 +25,7 @@ from ..data.loading import load_prompts
 from ..generation._batches import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, process_state, prompt_tokens
+from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
 from .records import SampleSet, digest
 
 
@@ -122,8 +122,7 @@ def reward(
     async def score(state: TaskState, target: Target) -> Score:
         prompt, completion = _prompt(state), state.output.completion
         columns = {key: [value] for key, value in (state.metadata.get("columns") or {}).items()}
-        answer = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
-        (value,) = function(prompts=[prompt], completions=[answer], **columns)
+        (value,) = evaluate_rewards({name: function}, [prompt], [completion], None, columns, 1)[name]
         if value is None or not np.isfinite(value):
             raise ValueError(f"The reward '{name}' gave {value} for the completion {completion!r}; fix the reward.")
         return Score(value=float(value), answer=completion)

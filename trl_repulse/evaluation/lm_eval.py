@@ -1,18 +1,17 @@
 """
-Tails of rewards in the [LM Evaluation Harness](https://github.com/EleutherAI/lm-evaluation-harness): a task, and the filter it uses.
+Tails of rewards in the [LM Evaluation Harness](https://github.com/EleutherAI/lm-evaluation-harness): a task.
 
 Needs `pip install trl-repulse[lm-eval]`.
 """
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lm_eval.api.filter import Filter
 from lm_eval.api.model import LM, CachingLM
-from lm_eval.api.registry import register_filter
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig
@@ -21,7 +20,7 @@ from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, process_state, prompt_tokens
+from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
 from .records import digest
 
 
@@ -30,37 +29,19 @@ SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "re
 _KEPT = "bos_token_id eos_token_id pad_token_id max_length use_cache transformers_version _from_model_config".split()
 
 
-@register_filter("trl_repulse_reward")
-class RewardFilter(Filter):
-    """
-    Turns all completions of each prompt into their rewards.
-
-    Args:
-        reward (`Callable`): Reward function, as TRL's trainers take it.
-    """
-
-    def __init__(self, reward: Callable[..., list[float | None]], **kwargs: Any):
-        super().__init__(**kwargs)
-        self.reward = reward
-
-    def apply(self, resps: list[list[str]], docs: list[dict[str, Any]]) -> list[list[float]]:
-        """
-        Rewards of the completions.
-
-        Raises:
-            `ValueError`: If a completion has no finite reward.
-        """
-        rewards = []
-        for completions, doc in zip(resps, docs, strict=True):
-            columns = {name: [value] * len(completions) for name, value in doc.items() if name != "prompt"}
-            prompts, answers = [doc["prompt"]] * len(completions), completions
-            if not isinstance(doc["prompt"], str):
-                answers = [[{"role": "assistant", "content": text}] for text in completions]
-            found = self.reward(prompts=prompts, completions=answers, **columns)
-            if any(value is None or not np.isfinite(value) for value in found):
-                raise ValueError(f"A completion of the prompt {doc['prompt']!r} has no finite reward; fix the reward.")
-            rewards.append([float(value) for value in found])
-        return rewards
+def rewarded(
+    reward: Callable[..., list[float | None]], resps: list[list[str]], docs: list[dict[str, Any]]
+) -> list[list[float]]:
+    """The rewards of all completions of each prompt. Raises `ValueError` if a completion has no finite reward."""
+    rewards = []
+    for completions, doc in zip(resps, docs, strict=True):
+        columns = {name: [value] * len(completions) for name, value in doc.items()}
+        named = {"reward": reward}
+        found = evaluate_rewards(named, columns.pop("prompt"), completions, None, columns, len(completions))["reward"]
+        if any(value is None or not np.isfinite(value) for value in found):
+            raise ValueError(f"A completion of the prompt {doc['prompt']!r} has no finite reward; fix the reward.")
+        rewards.append([float(value) for value in found])
+    return rewards
 
 
 class TailTask(ConfigurableTask):
@@ -187,7 +168,9 @@ def tail_task(
             "output_type": "generate_until",
             "generation_kwargs": SAMPLING | {"max_gen_toks": max_completion_length},
             "repeats": num_samples,
-            "filter_list": [{"name": "reward", "filter": [{"function": "trl_repulse_reward", "reward": reward}]}],
+            "filter_list": [
+                {"name": "reward", "filter": [{"function": "custom", "filter_fn": partial(rewarded, reward)}]}
+            ],
             "process_results": lambda doc, results: dict.fromkeys(metrics, results[0]),
             "metric_list": [
                 {"metric": name, "aggregation": aggregation, "higher_is_better": name.startswith("cvar")}
