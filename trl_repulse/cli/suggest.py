@@ -7,6 +7,7 @@ Legend: P prompts, N completions of a prompt.
 """
 
 import argparse
+import gc
 import math
 import sys
 import tempfile
@@ -225,8 +226,7 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
 
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.model, "model", **code)
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code)
-    model.to(process_state().device)
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(process_state().device)
     check_causal(model, "`model`")
     return model, tokenizer
 
@@ -409,6 +409,9 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         def on_step_end(self, *_: Any, **kwargs: Any) -> None:
             self.seconds.append(time.perf_counter() - self.start)
 
+    gc.collect()  # models of the run before
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     values = {name: value for name, value in found.values.items() if name != "train_batch_size"}
     size = count * found.values["num_generations"]
     more = {"chat_template_kwargs": args.chat_template_kwargs, "trust_remote_code": args.trust_remote_code}
