@@ -531,8 +531,7 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
     Path("held_out.jsonl").write_text('{"prompt": "dog"}\n{"prompt": "the fish"}\n')
     few = {
         "suggest": ["--num_samples", "60", "--max_completion_length", "4", "--max_steps", "2"],
-        "evaluate": ["--num_samples", "4", "--max_completion_length", "4"],
-        "repulse": [],
+        "evaluate": ["--num_samples", "4"],
     }
     monkeypatch.setattr(
         train_command,
@@ -545,14 +544,12 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
     for program, name, *words in commands:
         if program == "lm_eval":
             continue
-        assert (
-            main([name, *(names.get(word, word) for word in words), *(few[name] if "--model" in words else [])]) == 0
-        )
+        assert main([name, *(names.get(word, word) for word in words), *few.get(name, [])]) == 0
         ran.append(name)
-    assert ran == ["suggest", "repulse", "repulse", "evaluate", "evaluate"]
+    assert ran == ["suggest", "repulse", "reinforce", "evaluate", "evaluate", "compare"]
     assert Path("out/model.safetensors").is_file() and Path("out-reinforce/model.safetensors").is_file()
     printed = capsys.readouterr().out
-    assert "REINFORCE, seed 42" in printed and "P(r < -5)" in printed
+    assert "REINFORCE, seed 42" in printed and "samples-before" in printed.splitlines()[-1]
 
 
 def test_the_guide_has_the_rules_of_the_command():
