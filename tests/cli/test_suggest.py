@@ -235,6 +235,14 @@ def test_what_a_budget_can_show_is_seen_four_times_of_five():
     assert np.mean(before - after > 1.96 * error) == pytest.approx(0.8, abs=0.05)
 
 
+def test_a_plan_for_what_no_sample_shows():
+    """Nothing under the threshold, and evaluations that are slow."""
+    found, slow = suggest(bad_reward_threshold=-50.0), replace(measured(), seconds=1e4)
+    plan(found, slow, UPDATES_TOOK, minutes=1)
+    assert found.notes["evaluation"].startswith("1 completions before")
+    assert found.notes["what this can show"].startswith("no fall of P(bad)")
+
+
 def test_a_budget_for_no_update_says_what_would_do():
     with pytest.raises(
         ValueError, match="An update of 25 completions takes 2.5 seconds, .* `--minutes 0.01`; give 1 or more"

@@ -708,10 +708,10 @@ def plan(
     prompts = found.values["train_batch_size"] // n
     fits = None
     if minutes is not None:
-        time = 60 * minutes * (1 - EVALUATION)
+        training = 60 * minutes * (1 - EVALUATION)
         fewer = [prompts, *(each for each in (40, 30, 20, 10, 5) if each < prompts)]
-        prompts = next((each for each in fewer if time >= FEW * each * a_prompt), fewer[-1])
-        fits = min(int(time / (prompts * a_prompt)), UPDATES)
+        prompts = next((each for each in fewer if training >= FEW * each * a_prompt), fewer[-1])
+        fits = min(int(training / (prompts * a_prompt)), UPDATES)
         if not fits:
             raise ValueError(
                 f"An update of {prompts * n} completions takes {_time(prompts * a_prompt)}, too long for `--minutes {minutes:g}`; give "
@@ -741,7 +741,7 @@ def plan(
         f"about {_time(steps * prompts * a_prompt)} for {steps} updates of {_time(prompts * a_prompt)}, as measured."
     )
     if minutes is not None:
-        _evaluation(found, measured, int(60 * minutes * EVALUATION / 2 / measured.seconds), steps)
+        _evaluation(found, measured, max(1, int(60 * minutes * EVALUATION / 2 / measured.seconds)), steps)
 
 
 def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
@@ -754,7 +754,9 @@ def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -
         f"folder and `--model out` after training, {count // each} prompts and `--num_samples {each}`; then `trl-repulse compare`."
     )
     # A difference of 2.8 standard errors is seen four times of five
-    lowest = [q for q in np.linspace(0, p, 201)[:-1] if p - q >= 2.8 * math.sqrt((p * (1 - p) + q * (1 - q)) / count)]
+    lowest = [
+        q for q in p * np.linspace(0, 1, 200, endpoint=False) if p - q > 2.8 * math.sqrt((p - p**2 + q - q**2) / count)
+    ]
     shown = f"that P(bad) falls from {p:.2g} to {max(lowest):.2g} or less" if lowest else "no fall of P(bad)"
     few = f" Rule of thumb: P(bad) has hardly moved by update {steps}; {FEW} are few." if steps < FEW else ""
     found.notes["what this can show"] = (
