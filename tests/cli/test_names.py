@@ -7,10 +7,8 @@ import sys
 import pytest
 import yaml
 
-from trl_repulse.cli import arguments
 from trl_repulse.cli._fields import OF_TRAINING, SYNONYMS
-from trl_repulse.cli.arguments import all_names
-from trl_repulse.cli.main import COMMANDS, build_parser, main
+from trl_repulse.cli.main import COMMANDS, build_parser, main, training_names
 from trl_repulse.evaluation.records import load_samples, read_header
 
 from ..evaluation_support import write_samples
@@ -30,7 +28,7 @@ def test_an_argument_has_all_of_its_names_in_every_command(command):
 
 
 def test_the_first_name_is_that_of_training():
-    assert all_names() >= OF_TRAINING and all_names() >= {first for first, *_ in SYNONYMS} - {"output"}
+    assert training_names() >= OF_TRAINING and training_names() >= {first for first, *_ in SYNONYMS} - {"output"}
     for command in ("evaluate", "rare-events", "attacks", "suggest"):
         assert set().union(*options(command)) >= OF_TRAINING - (
             {"model_revision"} if command in ("rare-events", "suggest") else set()
@@ -113,7 +111,7 @@ def test_a_wrong_name_in_the_file_is_refused(config, tmp_path, capsys, command):
 
 
 def test_a_wrong_flag_is_refused_before_the_file_needs_trl(config, capsys, monkeypatch):
-    monkeypatch.setattr(arguments, "all_names", lambda: pytest.fail("TRL was asked"))
+    monkeypatch.setattr("trl_repulse.cli.main.training_names", lambda: pytest.fail("TRL was asked"))
     with pytest.raises(SystemExit):
         main(["evaluate", "samples", *config(), "--num_sample", "3"])
     assert "Did you mean `--num_samples`?" in capsys.readouterr().err

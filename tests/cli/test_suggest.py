@@ -235,6 +235,14 @@ def test_what_a_budget_can_show_is_seen_four_times_of_five():
     assert np.mean(before - after > 1.96 * error) == pytest.approx(0.8, abs=0.05)
 
 
+def test_a_plan_for_what_no_sample_shows():
+    """Nothing under the threshold, and evaluations that are slow."""
+    found, slow = suggest(bad_reward_threshold=-50.0), replace(measured(), seconds=1e4)
+    plan(found, slow, UPDATES_TOOK, minutes=1)
+    assert found.notes["evaluation"].startswith("1 completions before")
+    assert found.notes["what this can show"].startswith("no fall of P(bad)")
+
+
 def test_a_budget_for_no_update_says_what_would_do():
     with pytest.raises(
         ValueError, match="An update of 25 completions takes 2.5 seconds, .* `--minutes 0.01`; give 1 or more"
@@ -531,8 +539,7 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
     Path("held_out.jsonl").write_text('{"prompt": "dog"}\n{"prompt": "the fish"}\n')
     few = {
         "suggest": ["--num_samples", "60", "--max_completion_length", "4", "--max_steps", "2"],
-        "evaluate": ["--num_samples", "4", "--max_completion_length", "4"],
-        "repulse": [],
+        "evaluate": ["--num_samples", "4"],
     }
     monkeypatch.setattr(
         train_command,
@@ -545,14 +552,12 @@ def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
     for program, name, *words in commands:
         if program == "lm_eval":
             continue
-        assert (
-            main([name, *(names.get(word, word) for word in words), *(few[name] if "--model" in words else [])]) == 0
-        )
+        assert main([name, *(names.get(word, word) for word in words), *few.get(name, [])]) == 0
         ran.append(name)
-    assert ran == ["suggest", "repulse", "repulse", "evaluate", "evaluate"]
+    assert ran == ["suggest", "repulse", "reinforce", "evaluate", "evaluate", "compare"]
     assert Path("out/model.safetensors").is_file() and Path("out-reinforce/model.safetensors").is_file()
     printed = capsys.readouterr().out
-    assert "REINFORCE, seed 42" in printed and "P(r < -5)" in printed
+    assert "REINFORCE, seed 42" in printed and "samples-before" in printed.splitlines()[-1]
 
 
 def test_the_guide_has_the_rules_of_the_command():

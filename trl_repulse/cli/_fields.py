@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -77,17 +77,27 @@ class Parser(argparse.ArgumentParser):
             self._of_training = None  # what is said first needs no TRL
             self.error(f"`{flag}` is no argument; remove it.{hint}")
         if self._of_training is not None:
-            _check_training_names(*self._of_training)
+            self._check_training_names(*self._of_training)
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """As [`argparse.ArgumentParser.error`], unless a wrong name in the file is to blame."""
         if self._of_training is not None:
-            _check_training_names(*self._of_training)
+            self._check_training_names(*self._of_training)
         super().error(message)
 
-    def take_training_names(self) -> None:
-        """Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help."""
+    def _check_training_names(self, path: Path, values: Mapping[str, Any]) -> None:
+        """Raises a `ValueError` unless all names are those of a training command."""
+        for name, value in values.items():
+            if name not in self._training_names():
+                raise unknown_name(f"`{path}`", name, value, self._training_names())
+
+    def take_training_names(self, names_of_files: Callable[[], Collection[str]]) -> None:
+        """
+        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `names_of_files` returns
+        the names that the file of a training command may have, and is slow.
+        """
+        self._training_names = names_of_files
         for action in self._actions:
             for names in SYNONYMS:
                 if action.option_strings and action.option_strings[0].removeprefix("--") in names:
@@ -141,15 +151,6 @@ def _of_training(values: dict[str, Any]) -> dict[str, Any]:
         is_file = Path(values["eval_dataset_name"]).expanduser().is_file()  # a file has one split
         taken["dataset_train_split"] = values.get("dataset_test_split", "train" if is_file else "test")
     return taken
-
-
-def _check_training_names(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` unless all names are those of a training command."""
-    from .arguments import all_names  # imports TRL
-
-    for name, value in values.items():
-        if name not in all_names():
-            raise unknown_name(f"`{path}`", name, value, all_names())
 
 
 class _Replaced(list):

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import inspect
 import json
 import re
@@ -167,15 +166,6 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
     "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
     "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
 }
-
-
-@functools.cache
-def all_names() -> frozenset[str]:
-    """Names that the file of a training command may have: of its arguments, and of the launcher's."""
-    from .train import launcher_names
-
-    classes = {ModelConfig, *(cls for pair in ARGUMENTS.values() for cls in pair)}
-    return frozenset({"env", *launcher_names(), *(field.name for cls in classes for field in fields(cls))})
 
 
 class FieldsParser(Parser, TrlParser):

@@ -1,6 +1,7 @@
 """`trl-repulse compare`: differences between stored samples of the same prompts. No model is needed."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from ._fields import add_options, check_output
@@ -30,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     comparisons = compare_samples([load_samples(each) for each in args.folders], args.thresholds, args.confidence)
     if args.output is not None:
-        write_report(args.output, {"comparisons": [each.to_dict() for each in comparisons]})
+        write_report(
+            args.output, {"comparisons": [asdict(each) | {"sentence": each.sentence} for each in comparisons]}
+        )
     print(f"{comparisons[0].prompts:,} prompts. Intervals are paired, for other prompts like these.")
     for each in comparisons:
         print(f"\n{each.to_markdown()}")

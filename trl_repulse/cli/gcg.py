@@ -10,7 +10,7 @@ def main(argv: list[str]) -> int:
     """Evaluates, prints the report on the main process and returns 0."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
     parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
-    parser.take_training_names()
+    parser.take_training_names(frozenset)
     arguments, config = parser.parse_args_and_config(argv)
     from ..evaluation.gcg.evaluator import launch
 

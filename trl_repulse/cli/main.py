@@ -7,6 +7,8 @@ the exit status. `gcg` has the fields of dataclasses as arguments, as training h
 
 import argparse
 import sys
+from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -58,10 +60,22 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
             import_module(f"trl_repulse.cli.{name.replace('-', '_')}").add_arguments(subparser)
             help = "YAML file with arguments by name, or that of a training command; flags win over it"
             subparser.add_argument("--config", metavar="FILE", help=help)
-            subparser.take_training_names()
+            subparser.take_training_names(training_names)
             if config is not None:
                 subparser.set_defaults_from(config)
     return parser
+
+
+@cache
+def training_names() -> frozenset[str]:
+    """Names that the file of a training command may have: of its arguments, and of the launcher's."""
+    from trl import ModelConfig
+
+    from .arguments import ARGUMENTS
+    from .train import launcher_names
+
+    classes = {ModelConfig, *(cls for pair in ARGUMENTS.values() for cls in pair)}
+    return frozenset({"env", *launcher_names(), *(field.name for cls in classes for field in fields(cls))})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ Legend: P prompts, N completions of a prompt.
 """
 
 import argparse
+import gc
 import math
 import sys
 import tempfile
@@ -226,8 +227,7 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
 
     code = {"trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(args.model, "model", **code)
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code)
-    model.to(process_state().device)
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(process_state().device)
     check_causal(model, "`model`")
     return model, tokenizer
 
@@ -410,6 +410,9 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         def on_step_end(self, *_: Any, **kwargs: Any) -> None:
             self.seconds.append(time.perf_counter() - self.start)
 
+    gc.collect()  # models of the run before
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
     values = {name: value for name, value in found.values.items() if name != "train_batch_size"}
     size = count * found.values["num_generations"]
     more = {"chat_template_kwargs": args.chat_template_kwargs, "trust_remote_code": args.trust_remote_code}
@@ -706,10 +709,10 @@ def plan(
     prompts = found.values["train_batch_size"] // n
     fits = None
     if minutes is not None:
-        time = 60 * minutes * (1 - EVALUATION)
+        training = 60 * minutes * (1 - EVALUATION)
         fewer = [prompts, *(each for each in (40, 30, 20, 10, 5) if each < prompts)]
-        prompts = next((each for each in fewer if time >= FEW * each * a_prompt), fewer[-1])
-        fits = min(int(time / (prompts * a_prompt)), UPDATES)
+        prompts = next((each for each in fewer if training >= FEW * each * a_prompt), fewer[-1])
+        fits = min(int(training / (prompts * a_prompt)), UPDATES)
         if not fits:
             raise ValueError(
                 f"An update of {prompts * n} completions takes {_time(prompts * a_prompt)}, too long for `--minutes {minutes:g}`; give "
@@ -739,7 +742,7 @@ def plan(
         f"about {_time(steps * prompts * a_prompt)} for {steps} updates of {_time(prompts * a_prompt)}, as measured."
     )
     if minutes is not None:
-        _evaluation(found, measured, int(60 * minutes * EVALUATION / 2 / measured.seconds), steps)
+        _evaluation(found, measured, max(1, int(60 * minutes * EVALUATION / 2 / measured.seconds)), steps)
 
 
 def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
@@ -752,7 +755,9 @@ def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -
         f"folder and `--model out` after training, {count // each} prompts and `--num_samples {each}`; then `trl-repulse compare`."
     )
     # A difference of 2.8 standard errors is seen four times of five
-    lowest = [q for q in np.linspace(0, p, 201)[:-1] if p - q >= 2.8 * math.sqrt((p * (1 - p) + q * (1 - q)) / count)]
+    lowest = [
+        q for q in p * np.linspace(0, 1, 200, endpoint=False) if p - q > 2.8 * math.sqrt((p - p**2 + q - q**2) / count)
+    ]
     shown = f"that P(bad) falls from {p:.2g} to {max(lowest):.2g} or less" if lowest else "no fall of P(bad)"
     few = f" Rule of thumb: P(bad) has hardly moved by update {steps}; {FEW} are few." if steps < FEW else ""
     found.notes["what this can show"] = (

@@ -6,14 +6,13 @@ Axis letters: P prompts, N completions of each (the sets may differ in N).
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from .._numbers import plain
-from .records import SampleSet, finite_json, header_difference, remedy
+from .records import SampleSet, header_difference, remedy
 from .tails import clopper_pearson, skewed_interval
 
 
@@ -42,15 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    The differences between two sets of samples.
-
-    Args:
-        names (`tuple[str, str]`): Their folders.
-        prompts (`int`): P.
-        confidence (`float`): Nominal coverage of each interval, and of all statements of [`sentence`] together.
-        differences (`dict[str, Difference]`): By quantity.
-    """
+    """Folders of two sets of samples, P, the nominal coverage, and the differences by quantity."""
 
     names: tuple[str, str]
     prompts: int
@@ -61,21 +52,13 @@ class Comparison:
     def sentence(self) -> str:
         """Whether the two differ, and in what."""
         first, second = self.names
-        shown, others = [], []
-        for name, it in self.differences.items():
-            name = name.partition(",")[0]
-            if it.shown:
-                shown.append(f"a {'lower' if it.value < 0 else 'higher'} {name}")
-            else:
-                others.append(name)
+        named = [(name.partition(",")[0], it) for name, it in self.differences.items()]  # without units
+        shown = [f"a {'lower' if it.value < 0 else 'higher'} {name}" for name, it in named if it.shown]
+        others = [name for name, it in named if not it.shown]
         if not shown:
             return f"No difference between `{second}` and `{first}` is shown."
         more = f"; no difference is shown in {', '.join(others)}" if others else ""
         return f"`{second}` differs from `{first}`, with {', '.join(shown)}{more}."
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes and the sentence as a JSON value; infinite ends of intervals become `None`."""
-        return finite_json(asdict(self) | {"sentence": self.sentence})
 
     def to_markdown(self) -> str:
         """A table and the sentence."""
@@ -94,11 +77,10 @@ def compare_samples(
     Compares sets of held-out samples with the first of them: P(r < η), mean reward, KL and length, and the share of completions that
     ended by themselves.
 
-    The sets are paired by prompt. Intervals take the prompts as draws: they are for other prompts like these, where a difference
-    between two prompts does not count. They are Student's for the P differences, corrected for skewness (Hall, 1992). Those of
-    probabilities are never smaller than those that all counts give by themselves (Clopper and Pearson's, joined as by Zou and Donner,
-    2008), so that there is one if nothing is bad. A difference is *shown* if 0 is outside of its interval at a confidence of
-    1 − (1 − `confidence`) / m, for m quantities (Bonferroni).
+    Intervals are for other prompts like these: Student's for the differences of P prompts, corrected for skewness (Hall, 1992). For
+    probabilities that differ in fewer than [`ENOUGH`] prompts they also contain what the counts give (Clopper and Pearson's intervals, joined
+    as by Zou and Donner, 2008), so that there is one if nothing is bad. A difference is *shown* if 0 is outside of its interval at a
+    confidence of 1 − (1 − `confidence`) / m, for m quantities (Bonferroni).
 
     Args:
         samples (`Sequence` of [`~trl_repulse.evaluation.records.SampleSet`]):
