@@ -54,7 +54,18 @@ def folders(out):
 @pytest.mark.trainer
 def test_stages_are_done_once_and_in_order(world, tmp_path, capsys):
     out = tmp_path / "out"
-    argv = [str(world), "--out", str(out), "--completions", "20", "--samples", "4", "--methods", "REINFORCE", "RePULSe"]
+    argv = [
+        str(world),
+        "--out",
+        str(out),
+        "--completions",
+        "20",
+        "--samples",
+        "4",
+        "--methods",
+        "REINFORCE",
+        "RePULSe",
+    ]
     race.main(argv)
     said = capsys.readouterr().out
     done = [line.split(":")[0] for line in said.splitlines() if line.startswith(("train", "evaluate"))]

@@ -348,8 +348,8 @@ def _gain(
         for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=effects.biases()[1]))):
             asked = [places[i] for i in half[kind::4]]
             more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)
-            found = [(places[i], tokens[i]) for i in half if rewards[i] < threshold]
-            found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if r < threshold]
+            found = [(places[i], tokens[i]) for i in half if is_bad(rewards[i], threshold)]
+            found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if is_bad(r, threshold)]
             if found:
                 at, rows = (list(each) for each in zip(*found, strict=True))
                 ratio = np.exp(policy.log_p(at, rows, sampler) - policy.log_p(at, rows, Sampler()))  # q / p

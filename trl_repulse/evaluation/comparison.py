@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from .._numbers import plain
+from .._numbers import is_bad, plain
 from .records import SampleSet, header_difference, remedy
 from .tails import clopper_pearson, skewed_interval
 
@@ -125,7 +125,7 @@ def _check_pair(one: SampleSet, other: SampleSet) -> None:
 def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) -> dict[str, np.ndarray]:
     """What is compared, (P, N) each, by name."""
     rewards, names = samples.column(), samples.table.column_names
-    found = {f"P(r < {threshold:.15g})": rewards < threshold for threshold in thresholds}
+    found = {f"P(r < {threshold:.15g})": is_bad(rewards, threshold) for threshold in thresholds}
     reference = other.header["reference"] or {}
     for column, name in MEANS.items():
         if column in names:

@@ -58,6 +58,10 @@ class TailTask(ConfigurableTask):
         lm = _model_of_the_harness()
         if isinstance(lm, HFLM):
             self._as_trained(lm)
+        elif lm is None:
+            raise RuntimeError(
+                "The harness's model was not found, so that its prompts and generation defaults cannot be checked; use lm-eval 0.4.13."
+            )
 
     def _as_trained(self, lm: HFLM) -> None:
         """Makes requests put the model's own generation defaults aside. Refuses prompts that the model would not read as in training."""
