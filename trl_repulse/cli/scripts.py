@@ -178,10 +178,9 @@ def run(
             trainer, prompts if held_out is None else held_out, script_args.num_table_completions
         )
         trainer.add_callback(table)
-    if not script_args.print_all_metrics:
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, PrinterCallback | ProgressCallback):
-                callback.on_log = _print_log
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback):
+            callback.on_log = _print_log
     if not isinstance(trainer, BaseTrainer):  # ours name the reward function that an error came through
         check_tokenizers(trainer.reward_funcs, trainer.reward_processing_classes)
         trainer.reward_funcs = all_with_checks(trainer.reward_funcs, trainer.reward_func_names)
