@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
     model, prompt = build_model(architecture, VOCABULARY), build_prompt(tokenizer, GOAL, TARGET)
     ids = torch.tensor(tokenizer(" x ! the house", add_special_tokens=False)["input_ids"])
     scorer = SuffixScorer(model, prompt, 8)
-    scorer.enable_cache(ids, True)
+    scorer.enable_cache(ids)
     gradient, _ = scorer.gradient(ids)
     around = (prompt.before_ids, ids.tolist(), prompt.after_ids, prompt.target_ids)
     torch.testing.assert_close(gradient, reference_gradient(model, *around), rtol=1e-4, atol=1e-5)
