@@ -63,7 +63,7 @@ def scored(monkeypatch):
 def test_strings_and_losses_are_those_of_the_plain_algorithm(tokenizer, architecture, n_replace, caplog):
     model = build_model(architecture, VOCABULARY)
     prompt = build_prompt(tokenizer, GOAL, TARGET)
-    allowed = allowed_tokens(tokenizer, VOCABULARY, False, True)
+    allowed = allowed_tokens(tokenizer, VOCABULARY, False)
     draws = {"topk": 40, "n_replace": n_replace, "seed": 3}
     around = (prompt.before_ids, prompt.after_ids, TARGET, allowed, " x" * 6)
     strings, losses = reference_gcg(model, tokenizer, *around, steps=4, width=24, **draws)
@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
     model, prompt = build_model(architecture, VOCABULARY), build_prompt(tokenizer, GOAL, TARGET)
     ids = torch.tensor(tokenizer(" x ! the house", add_special_tokens=False)["input_ids"])
     scorer = SuffixScorer(model, prompt, 8)
-    scorer.enable_cache(ids, True)
+    scorer.enable_cache(ids)
     gradient, _ = scorer.gradient(ids)
     around = (prompt.before_ids, ids.tolist(), prompt.after_ids, prompt.target_ids)
     torch.testing.assert_close(gradient, reference_gradient(model, *around), rtol=1e-4, atol=1e-5)
@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("use_prefix_cache", False), ("reuse_suffix_kv", False), *(("micro_batch_size", size) for size in (1, 7, 1000))],
+    [("use_prefix_cache", False), *(("micro_batch_size", size) for size in (1, 7, 1000))],
 )
 def test_what_is_for_speed_changes_nothing(model, tokenizer, exact, option, value):
     result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {option: value}))
@@ -190,13 +190,12 @@ def test_white_space_that_a_template_trims():
 
 
 def test_tokens_that_a_suffix_may_hold(tokenizer):
-    strict = allowed_tokens(tokenizer, VOCABULARY, False, True)
+    strict = allowed_tokens(tokenizer, VOCABULARY, False)
     special = tokenizer.convert_tokens_to_ids(SPECIAL)
     assert not strict[special].any() and not strict[len(tokenizer) :].any()
     texts = tokenizer.batch_decode([[i] for i in strict.nonzero().flatten().tolist()])
     assert all(text.isascii() and text.isprintable() for text in texts)
-    assert allowed_tokens(tokenizer, VOCABULARY, False, False)[special].all()
-    everything = allowed_tokens(tokenizer, VOCABULARY, True, True)
+    everything = allowed_tokens(tokenizer, VOCABULARY, True)
     assert everything.sum() == len(tokenizer) - len(SPECIAL) > strict.sum()
 
 

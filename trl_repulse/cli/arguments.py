@@ -70,8 +70,6 @@ class TrainingScriptArguments(ScriptArguments):
             policy. 0: no estimate. Needs `eval_dataset_name` and a `bad_reward_threshold`.
         num_table_completions (`int`, *optional*, defaults to `10`):
             Completions in the table of before and after training. 0: no table.
-        print_all_metrics (`bool`, *optional*, defaults to `False`):
-            Whether to print all metrics at each log, not a line with the main ones. Trackers always get all.
     """
 
     reward_model_path: str | None = None
@@ -87,7 +85,6 @@ class TrainingScriptArguments(ScriptArguments):
     lr_decay_ratio: float | None = None
     num_final_samples: int = 0
     num_table_completions: int = 10
-    print_all_metrics: bool = False
 
     def __post_init__(self):
         if self.num_table_completions < 0:
@@ -199,7 +196,7 @@ _RARE = set(
     target_class reward_cap negative_baseline proposal_parameterization push_proposal_to_hub hub_proposal_model_id
     proposal_vllm_server_base_url proposal_vllm_group_port baseline_constant cvar_over cvar_schedule_ratio vllm_sleep_level
     vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers
-    lr_decay_ratio num_table_completions print_all_metrics eval_prompt_column
+    lr_decay_ratio num_table_completions eval_prompt_column
     """.split()
 )
 # Fields of TRL and transformers that `--help` lists

@@ -180,10 +180,9 @@ def run(
             trainer, prompts if held_out is None else held_out, script_args.num_table_completions
         )
         trainer.add_callback(table)
-    if not script_args.print_all_metrics:
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, PrinterCallback | ProgressCallback):
-                callback.on_log = _print_log
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback):
+            callback.on_log = _print_log
     if not isinstance(trainer, BaseTrainer):
         _check_as_ours(trainer, prompts)
     # TRL's trainers get these too

@@ -33,16 +33,13 @@ class GCGConfig:
         micro_batch_size (`int`, *optional*):
             Candidates of one forward pass, halved when memory runs out. If unset, 64 on CPU and `search_width` elsewhere.
         use_prefix_cache (`bool`, *optional*, defaults to `True`):
-            Whether to compute the keys and values before the suffix only once, if the model's cache allows it.
-        reuse_suffix_kv (`bool`, *optional*, defaults to `True`):
-            Whether to also reuse those of a candidate's unchanged first tokens. Needs `use_prefix_cache`.
+            Whether to compute the keys and values before the suffix, and of a candidate's unchanged first tokens, only
+            once, if the model's cache allows it.
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
             Text from which the tokenizer must give a candidate back: `"context"`, the whole prompt; `"suffix"`, as in nanogcg;
             `"off"`, none.
         allow_non_ascii (`bool`, *optional*, defaults to `False`):
             Whether to draw tokens that are not printable ASCII.
-        forbid_special (`bool`, *optional*, defaults to `True`):
-            Whether to exclude special tokens, such as those of the chat template.
         early_stop (`bool`, *optional*, defaults to `False`):
             Whether to stop once greedy decoding after the current suffix gives the target.
         stop_loss (`float`, *optional*):
@@ -77,10 +74,8 @@ class GCGConfig:
     suffix_init: str = " x" * 10
     micro_batch_size: int | None = None
     use_prefix_cache: bool = True
-    reuse_suffix_kv: bool = True
     filter_roundtrip: Literal["context", "suffix", "off"] = "context"
     allow_non_ascii: bool = False
-    forbid_special: bool = True
     early_stop: bool = False
     stop_loss: float | None = None
     merge_swaps: int = 0

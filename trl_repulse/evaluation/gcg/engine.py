@@ -112,7 +112,7 @@ class SuffixScorer:
         self, model: PreTrainedModel, prompt: AttackPrompt, micro_batch_size: int, mellowmax: float | None = None
     ):
         self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
-        self._mellowmax, self._reuse = mellowmax, False
+        self._mellowmax = mellowmax
         self._embedding: Any = model.get_input_embeddings()
         self._before, self._after, self._target = (
             torch.tensor([ids], dtype=torch.long, device=model.device)
@@ -125,9 +125,8 @@ class SuffixScorer:
         self._prefix: KeyValues | None = None
         self._observed: tuple[torch.Tensor, KeyValues] | None = None
 
-    def enable_cache(self, ids: torch.Tensor, reuse_suffix_kv: bool) -> None:
-        """Turns the cache on if losses with and without it agree for a suffix `ids` (S,), and warns otherwise. With
-        `reuse_suffix_kv`, the suffix's keys and values are kept too."""
+    def enable_cache(self, ids: torch.Tensor) -> None:
+        """Turns the cache on if losses with and without it agree for a suffix `ids` (S,), and warns otherwise."""
         pair = torch.stack([ids, ids])
         pair[1, -1] = (ids[-1] + 1) % self._embedding.weight.shape[0]
         plain = torch.cat([self.losses(row[None]) for row in pair])  # one by one, as a cache can mix rows
@@ -138,7 +137,7 @@ class SuffixScorer:
             if self._before.shape[1]:
                 with torch.no_grad():
                     self.model(input_ids=self._before, **with_cache(self.model, cache))
-            self._reuse, self._prefix = reuse_suffix_kv, _as_key_values(cache)
+            self._prefix = _as_key_values(cache)
             self.observe(ids)
             cached = self.losses(pair)
             if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
@@ -158,7 +157,7 @@ class SuffixScorer:
     @torch.no_grad()
     def observe(self, ids: torch.Tensor) -> None:
         """Keeps the keys and values of a suffix (S,), for candidates made from it. [`gradient`] does so too."""
-        if self._prefix is not None and self._reuse:
+        if self._prefix is not None:
             self._forward(ids[None], keep=True)
 
     def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -234,7 +233,7 @@ class SuffixScorer:
         else:
             cache = _as_cache(past, count)
         outputs = self.model(input_ids=ids, **with_cache(self.model, cache), **self._keep)
-        if keep and cache is not None and self._reuse:
+        if keep and cache is not None:
             self._observed = (suffixes[0].cpu(), _as_key_values(cache))
         return outputs.logits[:, -self._target.shape[1] :].float()
 
@@ -328,7 +327,7 @@ class GCG:
             screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
         self._models = model, draft_model, screen
         rows = _embeddings(model)
-        allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii, config.forbid_special)
+        allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii)
         self._allowed = allowed.to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
         if self._topk < config.topk:
@@ -402,7 +401,7 @@ class GCG:
         size = self.config.micro_batch_size or (64 if model.device.type == "cpu" else self.config.search_width)
         scorer = SuffixScorer(model, prompt, size, self.config.mellowmax)
         if self.config.use_prefix_cache:
-            scorer.enable_cache(torch.tensor(prompt.suffix_ids), self.config.reuse_suffix_kv)
+            scorer.enable_cache(torch.tensor(prompt.suffix_ids))
         return scorer
 
     def _fill_buffer(
