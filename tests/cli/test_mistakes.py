@@ -372,8 +372,11 @@ FILES = {
     ),
     "output_dir: [a]\n": ("has `output_dir: ['a']`, which takes one value", "give it without the brackets"),
     "max_steps: {start: 1}\n": ("has `max_steps: {'start': 1}`, which cannot be read", "it takes plain values"),
-    "bad_token_ids: [1, a]\n": ("has `bad_token_ids: [1, 'a']`, which cannot be read", "invalid literal for int()"),
-    "bad_token_ids: [[1]]\n": ("has `bad_token_ids: [[1]]`, which cannot be read", "it takes plain values"),
+    "reward_weights: [1, a]\n": (
+        "has `reward_weights: [1, 'a']`, which cannot be read",
+        "could not convert string to float",
+    ),
+    "reward_weights: [[1]]\n": ("has `reward_weights: [[1]]`, which cannot be read", "it takes plain values"),
     "max_steps: ten\n": ("has `max_steps: ten`, which cannot be read", "invalid literal for int()"),
     "max_steps:\n": ("has `max_steps: None`, which cannot be read", "invalid literal for int()"),
     "training:\n  learning_rate: 1e-5\n": (

@@ -357,11 +357,11 @@ def test_the_place_of_an_error():
     line = fails.__code__.co_firstlineno + 1
     for function, words in (
         (fails, f"(char 1). Raised by the reward function 'mine'. In {__file__}, line {line}."),
-        (json.JSONDecoder, "got an unexpected keyword argument 'x'. Raised by the reward function 'mine'."),
+        (json.JSONDecoder, "got an unexpected keyword argument 'completions'. Raised by the reward function 'mine'."),
         (gives_nan, "or `None` to exclude the sample."),
     ):
         with pytest.raises((ValueError, TypeError)) as error:
-            with_checks(function, "mine")(x=1)
+            with_checks(function, "mine")(completions=["a"], x=1)
         assert describe_error(error.value).endswith(words)
         assert from_reward(error.value) == (function is not gives_nan)
     assert describe_error(OSError()) == "OSError" and not from_reward(OSError())
