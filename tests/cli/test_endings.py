@@ -28,6 +28,15 @@ from ..conftest import about_the_cpu
 pytestmark = [pytest.mark.trainer, about_the_cpu]
 
 
+@pytest.fixture(autouse=True)
+def default_signals():
+    """Signals as a new process has them; libraries that other tests use may have taken them."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def command(name, folder, *flags):
     """What a short run with a checkpoint at each update ends with."""
     given = ["--max_steps", "3", "--save_strategy", "steps", "--save_steps", "1", "--num_table_completions", "0"]
@@ -200,6 +209,7 @@ def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, 
 def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
     for name in ("trl_repulse.engine.base_trainer", "transformers"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        caplog.set_level(logging.INFO, logger=name)
     make(ReinforceTrainer, max_steps=1, save_strategy="steps", save_steps=1).train()
     trainer = make(ReinforceTrainer, max_steps=2)
     assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight

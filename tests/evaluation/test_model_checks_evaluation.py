@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel
+from transformers.utils.logging import warning_once
 
 from examples.worlds.exact_tracking import exact_log_prob_bad
 from trl_repulse.evaluation._generation import as_function, transformers_engine
@@ -150,6 +151,7 @@ def test_completions_without_an_end_have_one_length_and_a_warning(caplog):
     assert not [record for record in caplog.records if "end token" in record.message]
     endless.eos_token = model.generation_config.eos_token_id = None
     caplog.clear()
+    warning_once.cache_clear()  # another test may have had it
     engine = transformers_engine(model, endless, 3, 4)
     assert "has an end token" in caplog.text
     assert [len(row) for row in engine([[3], [4, 5]], 0)] == [3, 3]
