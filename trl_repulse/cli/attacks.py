@@ -14,16 +14,7 @@ from ._fields import add_export, add_options, add_prompts, add_reward, check_out
 from .evaluate import SETTINGS
 
 
-_TAKEN = (
-    "num_samples",
-    "max_completion_length",
-    "seed",
-    "batch_size",
-    "shard_size",
-    "dtype",
-    "revision",
-    "chat_template_kwargs",
-)
+_TAKEN = "num_samples max_completion_length seed batch_size shard_size dtype revision chat_template_kwargs".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

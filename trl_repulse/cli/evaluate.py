@@ -261,12 +261,12 @@ def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
-    from ..evaluation.records import finite_json, write_json
+    from ..evaluation.records import write_report
 
     audit = None if args.labels is None else _audit(args, samples[0], report)
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if audit is not None:
-        content["audit"], text = finite_json(audit.to_dict()), "\n".join([text, "", *audit.notes()])
+        content["audit"], text = audit.to_dict(), "\n".join([text, "", *audit.notes()])
     if negatives is not None:
         content["negatives"] = vars(negatives)
         text += (
@@ -277,8 +277,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
+        write_report(args.output, content | {"folders": args.folders})
     if args.figure is not None:
         from ..evaluation.plots import plot_rewards
 

@@ -62,9 +62,8 @@ class Measured:
     num_prompts: int  # of which samples may cover a part
     parameters: int
     seconds: float  # to draw, reward and score a completion, as `evaluate` does
-    gain: float | None = (
-        None  # of extra samples over as many of the policy's own, if enough bad ones were found to tell
-    )
+    # Of extra samples over as many of the policy's own, if enough bad ones were found to tell, and its standard error
+    gain: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -395,7 +394,7 @@ def _measure_updates(
 def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: Any, count: int, bf16: bool) -> float:
     """Seconds of an update of `count` prompts."""
     import torch
-    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import ModelConfig, get_peft_config
 
     from ..configs import RePULSeConfig
@@ -433,8 +432,7 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         adapter = get_peft_config(ModelConfig(**ADAPTER)) if args.use_peft else None
         dataset = prompts.repeat(-(-count // len(prompts)))
         trainer = RePULSeTrainer(args.model, function, config, dataset, peft_config=adapter)
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(PrinterCallback)
         clock = Clock()
         trainer.add_callback(clock)
         trainer.train()

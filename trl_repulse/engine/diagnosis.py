@@ -187,9 +187,8 @@ NOISE = 6.0
 PLATEAU = 0.1  # standard deviations of the reward at the start; less is no gain, but noise
 # Times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing
 KL_FACTOR = 2.0
-KL_JUMP = (
-    2.0  # nats per completion, of a rise; sound runs in the held-out worlds end at 1.7, after hundreds of updates
-)
+# Nats per completion, of a rise; sound runs in the held-out worlds end at 1.7, after hundreds of updates
+KL_JUMP = 2.0
 KL_RISE = 0.1  # nats per token; doubling less than that is harmless
 EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
 CLIPPED = 0.5  # of the completions; models that end their completions stay far below
@@ -205,9 +204,8 @@ class Symptom:
     title: str  # also the heading of its section in docs/reading_a_run.md
     cause: str  # the usual one
     remedy: tuple[str, ...]  # alternatives, the best first; fields to set are in braces
-    sign: Callable[
-        [RunLog], str | None
-    ]  # the evidence, `None` if there is none; raises `Unknown` if the log does not tell
+    # The evidence, `None` if there is none; raises `Unknown` if the log does not tell
+    sign: Callable[[RunLog], str | None]
 
     @property
     def heading(self) -> str:
@@ -242,9 +240,8 @@ class Diagnosis:
     updates: int  # that the log covers
     findings: list[Finding] = field(default_factory=list)
     sound: list[str] = field(default_factory=list)  # keys of the symptoms that were looked for and not found
-    unknown: dict[str, str] = field(
-        default_factory=dict
-    )  # key of each symptom that could not be looked for -> the reason
+    # Key of each symptom that could not be looked for -> the reason
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 def _not_finite(log: RunLog) -> str | None:
