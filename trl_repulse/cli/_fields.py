@@ -311,6 +311,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
     "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
     "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
+    "thresholds": {"type": float, "nargs": "+", "help": "rewards under which an output is bad"},
     "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},
 }
 

@@ -221,12 +221,11 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from ..evaluation._generation import process_state
-    from ..models._loading import load_model, load_tokenizer
+    from ..models._loading import load_with_tokenizer
     from ..models._model_checks import check_causal
 
-    code = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.model, "model", **code)
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(process_state().device)
+    device, options = process_state().device, {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, tokenizer = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", device, **options)
     check_causal(model, "`model`")
     return model, tokenizer
 

@@ -45,7 +45,6 @@ from ._generation import (
 )
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from .log_probs import completion_log_probs
-from .tails import check_sizes
 
 
 Reward = str | nn.Module | Callable[..., Any]
@@ -102,8 +101,7 @@ class SamplingSettings:
 
     def __post_init__(self):
         check_template_variables(self.chat_template_kwargs, ("tools",))
-        sizes = ("num_samples", "max_completion_length", "batch_size", "shard_size")
-        check_sizes(**{name: getattr(self, name) for name in sizes})
+        require_at_least(self, 1, "num_samples", "max_completion_length", "batch_size", "shard_size")
         check_choices(self)
         check_transform(self)
         require(self, math.isfinite(self.beta), "beta", "must be a finite number")
