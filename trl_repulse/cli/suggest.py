@@ -145,9 +145,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
         if given.get("reward_model_path") != args.reward_model_path:
-            command += " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole "
             command += (
-                "address when you train, or put a bearer token into an environment variable and set `token_variable`."
+                " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole address "
+                "when you train, or put a bearer token into an environment variable and set `token_variable`."
             )
         head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
         text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)

@@ -52,6 +52,13 @@ def require_at_least(args: Any, least: int, *names: str) -> None:
         require(args, value is None or value >= least, name, f"must be at least {least}")
 
 
+def require_finite(args: Any, *names: str) -> None:
+    """Raises `ValueError` if one of these fields is set and not finite."""
+    for name in names:
+        value = getattr(args, name)
+        require(args, value is None or math.isfinite(value), name, "must be a finite number")
+
+
 def parse_objects(args: Any, *names: str) -> None:
     """Reads these fields from JSON where they are text. Raises `ValueError` if that is not valid, or a field is no object."""
     for name in names:
@@ -99,9 +106,7 @@ def own_precision(args: Any) -> Iterator[None]:
 
 def check_transform(args: Any) -> None:
     """Checks the fields of a reward transform."""
-    for name in ("reward_transform_alpha", "reward_transform_beta"):
-        require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
-    _require_finite_or_unset(args, "reward_transform_threshold")
+    require_finite(args, "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
     if args.reward_transform is None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
         require_defaults(args, unset, "has no effect; set `reward_transform` to 'exponential' or 'indicator'")
@@ -117,15 +122,10 @@ def check_transform(args: Any) -> None:
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
 
 
-def _require_finite_or_unset(args: Any, name: str) -> None:
-    value = getattr(args, name)
-    require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
-
-
 def _check_reward(args: Any) -> None:
     """Checks the fields of [`RewardConfig`]."""
     check_transform(args)
-    _require_finite_or_unset(args, "bad_reward_threshold")
+    require_finite(args, "bad_reward_threshold")
     if args.save_negatives:
         remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configs._checks import check_choices, check_transform, require, require_at_least
+from ..configs._checks import check_choices, check_transform, require, require_at_least, require_finite
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
@@ -104,7 +104,7 @@ class SamplingSettings:
         require_at_least(self, 1, "num_samples", "max_completion_length", "batch_size", "shard_size")
         check_choices(self)
         check_transform(self)
-        require(self, math.isfinite(self.beta), "beta", "must be a finite number")
+        require_finite(self, "beta")
         weights_are_finite = all(map(math.isfinite, self.reward_weights or ()))
         require(self, weights_are_finite, "reward_weights", "must be finite numbers")
         require_at_least(self, 0, "seed")
