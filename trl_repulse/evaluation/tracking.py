@@ -1,5 +1,6 @@
 """What a training run cost, and the file and table of its results."""
 
+import json
 import math
 import time
 from pathlib import Path
@@ -9,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 
 from ..configs import NegativeTermConfig
-from .records import write_report
 from .report import text_table
 
 
@@ -103,7 +103,10 @@ def write_results(
         "history": history,
         "settings": settings,
     }
-    write_report(Path(path), _known(results))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_known(results), indent=2, default=str, allow_nan=False, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _known(value: Any) -> Any:
