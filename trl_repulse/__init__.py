@@ -7,19 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = version("trl-repulse")
 
-_EXPORTS = {
-    "PPOConfig": "configs",
-    "RePULSeConfig": "configs",
-    "RePULSeGRPOConfig": "configs",
-    "RePULSePPOConfig": "configs",
-    "ReinforceConfig": "configs",
-    "PPOTrainer": "trainers",
-    "RePULSeGRPOTrainer": "trainers",
-    "RePULSePPOTrainer": "trainers",
-    "RePULSeTrainer": "trainers",
-    "ReinforceTrainer": "trainers",
-}
-
 __all__ = [
     "PPOConfig",
     "PPOTrainer",
@@ -40,9 +27,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+    module = "configs" if name.endswith("Config") else "trainers"
+    return getattr(import_module(f".{module}", __name__), name)
 
 
 def __dir__() -> list[str]:

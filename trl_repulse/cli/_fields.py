@@ -62,9 +62,8 @@ class Parser(argparse.ArgumentParser):
         self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
-        self._of_training: tuple[Path, dict[str, Any]] | None = (
-            None  # a training command's file, and what is not taken of it
-        )
+        # A training command's file, and what is not taken of it
+        self._of_training: tuple[Path, dict[str, Any]] | None = None
 
     def parse_known_args(self, args=None, namespace=None):
         """As [`argparse.ArgumentParser.parse_known_args`], but an unknown option is an error."""
@@ -312,6 +311,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
     "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
     "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
+    "thresholds": {"type": float, "nargs": "+", "help": "rewards under which an output is bad"},
     "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},
 }
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import inspect
-import json
 import re
 import shutil
 import sys
@@ -25,7 +24,7 @@ from ..configs import (
     RePULSeGRPOConfig,
     RePULSePPOConfig,
 )
-from ..configs._checks import own_precision
+from ..configs._checks import own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, split_config
 
@@ -87,17 +86,8 @@ class TrainingScriptArguments(ScriptArguments):
     num_table_completions: int = 10
 
     def __post_init__(self):
-        if self.num_table_completions < 0:
-            raise ValueError(f"`num_table_completions={self.num_table_completions}` must be at least 0 (no table).")
-        if isinstance(self.reward_kwargs, str):
-            try:
-                self.reward_kwargs = json.loads(self.reward_kwargs)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f'`reward_kwargs={self.reward_kwargs!r}` is not valid JSON ({error}); write e.g. `{{"label": 1}}`.'
-                ) from error
-        if not isinstance(self.reward_kwargs, dict | None):
-            raise ValueError(f'`reward_kwargs={self.reward_kwargs!r}` must be an object, e.g. {{"max_length": 300}}.')
+        require_at_least(self, 0, "num_table_completions")
+        parse_objects(self, "reward_kwargs")
 
 
 @documented

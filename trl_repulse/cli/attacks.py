@@ -14,16 +14,7 @@ from ._fields import add_export, add_options, add_prompts, add_reward, check_out
 from .evaluate import SETTINGS
 
 
-_TAKEN = (
-    "num_samples",
-    "max_completion_length",
-    "seed",
-    "batch_size",
-    "shard_size",
-    "dtype",
-    "revision",
-    "chat_template_kwargs",
-)
+_TAKEN = "num_samples max_completion_length seed batch_size shard_size dtype revision chat_template_kwargs".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
     state = process_state()
     if not state.is_main_process:
         return 0
-    if args.output is not None:
-        write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
+    write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
     if args.export is not None:
         export_attempts(args.export, attacks, samples, behaviors, settings.num_samples, args.threshold, args.layout)
     print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Draws, or reads and reports, and returns 0."""
     from ..evaluation.audit import audit_judge, known_errors
     from ..evaluation.audit_labels import STRATA, draw_labels, read_labels, read_scored
+    from ..evaluation.records import write_report
     from ..evaluation.tails import check_share
 
     _check(args)
@@ -62,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 "with `--draw`."
             )
         audit = audit_judge(scored, labels, args.confidence)
-    if args.output is not None:
-        from ..evaluation.records import write_report
-
-        write_report(args.output, {"samples": str(args.samples), "confidence": args.confidence, **audit.to_dict()})
+    write_report(args.output, {"samples": args.samples, "confidence": args.confidence, **audit.to_dict()})
     print(format_audit(audit, args.confidence))
     return 0
 

@@ -16,9 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first",
     )
-    parser.add_argument(
-        "--thresholds", type=float, nargs="+", required=True, help="rewards under which an output is bad"
-    )
+    add_options(parser, "thresholds", required=True)
     add_options(parser, "confidence", "output")
     parser.set_defaults(run=run)
 
@@ -30,10 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_output(args.output)
     comparisons = compare_samples([load_samples(each) for each in args.folders], args.thresholds, args.confidence)
-    if args.output is not None:
-        write_report(
-            args.output, {"comparisons": [asdict(each) | {"sentence": each.sentence} for each in comparisons]}
-        )
+    content = [asdict(each) | {"sentence": each.sentence} for each in comparisons]
+    write_report(args.output, {"comparisons": content})
     print(f"{comparisons[0].prompts:,} prompts. Intervals are paired, for other prompts like these.")
     for each in comparisons:
         print(f"\n{each.to_markdown()}")

@@ -23,8 +23,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         path, history, settings = load_log(args.folder)
         diagnosis = diagnose(history, settings)
-        if args.output is not None:
-            write_report(args.output, {"log": str(path), **asdict(diagnosis)})
+        write_report(args.output, {"log": path, **asdict(diagnosis)})
     except (ValueError, OSError) as error:
         print(f"trl-repulse diagnose: {error}", file=sys.stderr)
         return 2

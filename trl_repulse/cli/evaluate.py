@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, options in SETTINGS.items():
         sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
     reading = parser.add_argument_group("report")
-    reading.add_argument(
-        "--thresholds", type=float, nargs="+", default=[], help="rewards under which an output is bad"
-    )
+    add_options(reading, "thresholds", default=[])
     reading.add_argument("--levels", type=float, nargs="+", default=[], help="levels of CVaR, such as 0.01")
     reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
     reading.add_argument("--column", default="reward", help="column to read (reward)")
@@ -234,18 +232,14 @@ def _score_negatives(args: argparse.Namespace) -> Any:
 
     from ..evaluation._generation import process_state
     from ..evaluation.log_probs import negative_log_probs
-    from ..models._loading import load_model, load_tokenizer
+    from ..models._loading import load_with_tokenizer
 
-    loading = {"revision": getattr(args, "revision", None), "trust_remote_code": args.trust_remote_code}
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=getattr(args, "dtype", "auto"), **loading)
-    tokenizer = load_tokenizer(args.model, "model", **loading)
-    return negative_log_probs(
-        model.to(process_state().device),
-        tokenizer,
-        args.negatives,
-        getattr(args, "batch_size", 32),
-        chat_template_kwargs=getattr(args, "chat_template_kwargs", None),
-    )
+    given = vars(args)
+    options = {"dtype": "auto"} | {name: given[name] for name in ("revision", "dtype") if name in given}
+    options["trust_remote_code"] = args.trust_remote_code
+    loaded = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", process_state().device, **options)
+    options = {name: given[name] for name in ("batch_size", "chat_template_kwargs") if name in given}
+    return negative_log_probs(*loaded, args.negatives, **options)
 
 
 def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
@@ -261,12 +255,12 @@ def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
-    from ..evaluation.records import finite_json, write_json
+    from ..evaluation.records import write_report
 
     audit = None if args.labels is None else _audit(args, samples[0], report)
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if audit is not None:
-        content["audit"], text = finite_json(audit.to_dict()), "\n".join([text, "", *audit.notes()])
+        content["audit"], text = audit.to_dict(), "\n".join([text, "", *audit.notes()])
     if negatives is not None:
         content["negatives"] = vars(negatives)
         text += (
@@ -276,9 +270,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
     for folder, each in zip(args.folders, samples, strict=True):
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, content | {"folders": [str(folder) for folder in args.folders]})
+    write_report(args.output, content | {"folders": args.folders})
     if args.figure is not None:
         from ..evaluation.plots import plot_rewards
 

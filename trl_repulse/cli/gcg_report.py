@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
         from ..evaluation.attacks import export_gcg  # imports torch
 
         export_gcg(args.export, records, args.threshold[0], args.layout)
-    if args.output is not None:
-        write_report(args.output, summary)
+    write_report(args.output, summary)
     if args.figure is not None:
         from ..evaluation.plots import plot_attack_success
 

@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     report = estimate(args)
     audit = report.pop("audit")
     if state.is_main_process:
-        if args.output is not None:
-            write_report(args.output, report if audit is None else report | {"audit": audit.to_dict()})
+        write_report(args.output, report if audit is None else report | {"audit": audit.to_dict()})
         text = format_report(report)
         print(text if audit is None else f"{text}\n\n{format_audit(audit, args.confidence)}")
     state.destroy_process_group()
@@ -172,7 +171,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
-    from ..models._loading import check_same_tokens, load_model, load_tokenizer
+    from ..models._loading import check_same_tokens, load_model, load_tokenizer, load_with_tokenizer
     from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
@@ -190,10 +189,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward_tokenizer = None
     if isinstance(reward, str):
-        reward_tokenizer = load_tokenizer(reward, "reward model", **code)
-        reward = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **code).to(
-            device
-        )
+        classifier = AutoModelForSequenceClassification, reward, "reward model", device
+        reward, reward_tokenizer = load_with_tokenizer(*classifier, num_labels=1, **code)
     loaded = [
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for part, name in (("policy", args.policy), *others)

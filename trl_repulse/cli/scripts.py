@@ -10,13 +10,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from torch import nn
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PrinterCallback,
-    ProgressCallback,
-    Trainer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback, Trainer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .. import embedded

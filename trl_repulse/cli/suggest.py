@@ -62,9 +62,8 @@ class Measured:
     num_prompts: int  # of which samples may cover a part
     parameters: int
     seconds: float  # to draw, reward and score a completion, as `evaluate` does
-    gain: float | None = (
-        None  # of extra samples over as many of the policy's own, if enough bad ones were found to tell
-    )
+    # Of extra samples over as many of the policy's own, if enough bad ones were found to tell, and its standard error
+    gain: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
         if given.get("reward_model_path") != args.reward_model_path:
-            command += " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole "
             command += (
-                "address when you train, or put a bearer token into an environment variable and set `token_variable`."
+                " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole address "
+                "when you train, or put a bearer token into an environment variable and set `token_variable`."
             )
         head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
         text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
@@ -222,12 +221,11 @@ def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from ..evaluation._generation import process_state
-    from ..models._loading import load_model, load_tokenizer
+    from ..models._loading import load_with_tokenizer
     from ..models._model_checks import check_causal
 
-    code = {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.model, "model", **code)
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(process_state().device)
+    device, options = process_state().device, {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, tokenizer = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", device, **options)
     check_causal(model, "`model`")
     return model, tokenizer
 
@@ -395,7 +393,7 @@ def _measure_updates(
 def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: Any, count: int, bf16: bool) -> float:
     """Seconds of an update of `count` prompts."""
     import torch
-    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import ModelConfig, get_peft_config
 
     from ..configs import RePULSeConfig
@@ -433,8 +431,7 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         adapter = get_peft_config(ModelConfig(**ADAPTER)) if args.use_peft else None
         dataset = prompts.repeat(-(-count // len(prompts)))
         trainer = RePULSeTrainer(args.model, function, config, dataset, peft_config=adapter)
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(PrinterCallback)
         clock = Clock()
         trainer.add_callback(clock)
         trainer.train()

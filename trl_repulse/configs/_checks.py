@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -44,6 +45,34 @@ def require_defaults(args: Any, defaults: dict[str, Any], remedy: str) -> None:
         require(args, getattr(args, name) == default, name, remedy.format(default))
 
 
+def require_at_least(args: Any, least: int, *names: str) -> None:
+    """Raises `ValueError` if one of these fields is set and less than that."""
+    for name in names:
+        value = getattr(args, name)
+        require(args, value is None or value >= least, name, f"must be at least {least}")
+
+
+def require_finite(args: Any, *names: str) -> None:
+    """Raises `ValueError` if one of these fields is set and not finite."""
+    for name in names:
+        value = getattr(args, name)
+        require(args, value is None or math.isfinite(value), name, "must be a finite number")
+
+
+def parse_objects(args: Any, *names: str) -> None:
+    """Reads these fields from JSON where they are text. Raises `ValueError` if that is not valid, or a field is no object."""
+    for name in names:
+        value = getattr(args, name)
+        if isinstance(value, str):
+            try:
+                setattr(args, name, json.loads(value))
+            except json.JSONDecodeError as error:
+                remedy = f'is not valid JSON ({error}); write e.g. `{{"a_name": 300}}`'
+                raise ValueError(f"`{name}={value!r}` {remedy}.") from error
+        is_object = isinstance(getattr(args, name), dict | None)
+        require(args, is_object, name, 'must be an object, e.g. {"a_name": 300}')
+
+
 def check_choices(args: Any) -> None:
     """Raises `ValueError` for a value of one of this package's fields that its type, a `Literal`, does not list."""
     for cls in type(args).__mro__:
@@ -53,8 +82,8 @@ def check_choices(args: Any) -> None:
             kinds = [hint, *get_args(hint)]
             choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
             if choices and name != "share_prompts":  # which takes words of a command line too
-                choices += [None] * (type(None) in kinds)
-                require(args, getattr(args, name) in choices, name, f"is not one of {', '.join(map(repr, choices))}")
+                choices = [None] * (type(None) in kinds) + choices
+                require(args, getattr(args, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}")
 
 
 @contextlib.contextmanager
@@ -75,13 +104,9 @@ def own_precision(args: Any) -> Iterator[None]:
         )
 
 
-def _check_reward(args: Any) -> None:
-    """Checks the fields of [`RewardConfig`]."""
-    for name in ("reward_transform_alpha", "reward_transform_beta"):
-        require(args, math.isfinite(getattr(args, name)), name, "must be a finite number")
-    for name in ("reward_transform_threshold", "bad_reward_threshold"):
-        value = getattr(args, name)
-        require(args, value is None or math.isfinite(value), name, "must be a finite number, or left unset")
+def check_transform(args: Any) -> None:
+    """Checks the fields of a reward transform."""
+    require_finite(args, "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
     if args.reward_transform is None:
         unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
         require_defaults(args, unset, "has no effect; set `reward_transform` to 'exponential' or 'indicator'")
@@ -95,6 +120,12 @@ def _check_reward(args: Any) -> None:
         require_defaults(args, {"reward_transform_beta": -1.0}, unused)
         remedy = "is needed by `reward_transform='indicator'`; set the reward under which a completion is penalised"
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
+
+
+def _check_reward(args: Any) -> None:
+    """Checks the fields of [`RewardConfig`]."""
+    check_transform(args)
+    require_finite(args, "bad_reward_threshold")
     if args.save_negatives:
         remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
         require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
@@ -131,9 +162,7 @@ def check_shared(args: Any) -> None:
     remedy = "must be a finite number of at least 0"
     require(args, args.learning_rate is None or 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
     require(args, args.temperature > 0, "temperature", "must be above 0")
-    for name in ("num_iterations", "steps_per_generation", "num_generations_eval"):
-        value = getattr(args, name)
-        require(args, value is None or value >= 1, name, "must be at least 1")
+    require_at_least(args, 1, "num_iterations", "steps_per_generation", "num_generations_eval")
     require(args, args.epsilon > 0, "epsilon", "must be above 0: the ratio is clipped to 1 ± epsilon")
     remedy = "must be above 0, or left unset to use `epsilon`"
     require(args, args.epsilon_high is None or args.epsilon_high > 0, "epsilon_high", remedy)
@@ -213,14 +242,9 @@ def _check_target(args: Any) -> None:
 
 
 def _check_sampling(args: Any) -> None:
-    exact = {
-        "temperature": (1.0,),
-        "top_p": (1.0,),
-        "top_k": (0, None),
-        "min_p": (None, 0.0),
-        "repetition_penalty": (1.0,),
-    }
-    for name, accepted in (exact | {"vllm_structured_outputs_regex": (None,)}).items():
+    exact: dict[str, tuple] = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (1.0,))
+    exact |= {"top_k": (0, None), "min_p": (None, 0.0), "vllm_structured_outputs_regex": (None,)}
+    for name, accepted in exact.items():
         remedy = f"would make the importance weights wrong: samples must follow the models; leave it at {accepted[0]}"
         require(args, getattr(args, name) in accepted, name, remedy)
     if isinstance(args.generation_kwargs, dict):

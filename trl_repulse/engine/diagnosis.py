@@ -77,6 +77,14 @@ class RunLog:
             raise Unknown(f"the log has `{name}` for fewer than the {self.needed:g} updates that it takes to judge")
         return spans
 
+    def pairs(self, name: str, other: str) -> list[tuple[Span, Span]]:
+        """The means of two metrics over the same updates; raises [`Unknown`] without."""
+        others = {span[:2]: span for span in self.spans(other)}
+        pairs = [(span, others[span[:2]]) for span in self.spans(name) if span[:2] in others]
+        if not pairs:
+            raise Unknown(f"`{name}` and `{other}` are not in the same logs")
+        return pairs
+
     def longest(self, name: str, holds: Callable[[float], bool], after: float = 0.0) -> Span | None:
         """The longest stretch of means for which `holds` is true, of those that begin after a share of the run."""
         found: list[list[Span]] = [[]]
@@ -187,9 +195,8 @@ NOISE = 6.0
 PLATEAU = 0.1  # standard deviations of the reward at the start; less is no gain, but noise
 # Times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing
 KL_FACTOR = 2.0
-KL_JUMP = (
-    2.0  # nats per completion, of a rise; sound runs in the held-out worlds end at 1.7, after hundreds of updates
-)
+# Nats per completion, of a rise; sound runs in the held-out worlds end at 1.7, after hundreds of updates
+KL_JUMP = 2.0
 KL_RISE = 0.1  # nats per token; doubling less than that is harmless
 EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
 CLIPPED = 0.5  # of the completions; models that end their completions stay far below
@@ -205,9 +212,8 @@ class Symptom:
     title: str  # also the heading of its section in docs/reading_a_run.md
     cause: str  # the usual one
     remedy: tuple[str, ...]  # alternatives, the best first; fields to set are in braces
-    sign: Callable[
-        [RunLog], str | None
-    ]  # the evidence, `None` if there is none; raises `Unknown` if the log does not tell
+    # The evidence, `None` if there is none; raises `Unknown` if the log does not tell
+    sign: Callable[[RunLog], str | None]
 
     @property
     def heading(self) -> str:
@@ -242,9 +248,8 @@ class Diagnosis:
     updates: int  # that the log covers
     findings: list[Finding] = field(default_factory=list)
     sound: list[str] = field(default_factory=list)  # keys of the symptoms that were looked for and not found
-    unknown: dict[str, str] = field(
-        default_factory=dict
-    )  # key of each symptom that could not be looked for -> the reason
+    # Key of each symptom that could not be looked for -> the reason
+    unknown: dict[str, str] = field(default_factory=dict)
 
 
 def _not_finite(log: RunLog) -> str | None:
@@ -284,22 +289,17 @@ def _collapse(log: RunLog) -> str | None:
 def _turned_target(log: RunLog) -> str | None:
     if log.is_hot:
         raise Unknown("the hot policy has no target")
-    theirs = {(span.first, span.last): span.mean for span in log.spans("proposal/reward")}
-    own = {(span.first, span.last): span.mean for span in log.spans("reward")}
-    distances = [Span(*place, own[place] - theirs[place]) for place in own if place in theirs]
-    if not distances:
-        raise Unknown("`reward` and `proposal/reward` are not in the same logs")
-    farthest, last = max(distances, key=lambda span: span.mean), distances[-1]
-    if farthest.mean < DISTANCE * log.spread:
+    distances = [(own.mean - theirs.mean, theirs) for own, theirs in log.pairs("reward", "proposal/reward")]
+    (most, farthest), (distance, last) = max(distances, key=lambda each: each[0]), distances[-1]
+    if most < DISTANCE * log.spread:
         return (
-            f"`proposal/reward` is never far below `reward`: at most {farthest.mean:.2g} ({farthest}), with a "
-            f"`reward_std` of {log.spread:.2g} at the start"
+            f"`proposal/reward` is never far below `reward`: at most {most:.2g} ({farthest}), with a `reward_std` of "
+            f"{log.spread:.2g} at the start"
         )
-    risen = theirs[last[:2]] - theirs[farthest[:2]]
-    if last.mean < farthest.mean and risen > WAY_BACK * farthest.mean:
+    if distance < most and last.mean - farthest.mean > WAY_BACK * most:
         return (
-            f"`proposal/reward` was {theirs[farthest[:2]]:.3g}, {farthest.mean:.2g} below `reward` ({farthest}), and has "
-            f"risen to {theirs[last[:2]]:.3g}, {last.mean:.2g} below it ({last})"
+            f"`proposal/reward` was {farthest.mean:.3g}, {most:.2g} below `reward` ({farthest}), and has risen to "
+            f"{last.mean:.3g}, {distance:.2g} below it ({last})"
         )
     return None
 
@@ -343,21 +343,16 @@ def _finds_no_more(log: RunLog) -> str | None:
 
 
 def _rising_kl(log: RunLog) -> str | None:
-    kl = {(span.first, span.last): span.mean for span in log.spans("kl")}
-    rewards = [span for span in log.spans("reward") if span[:2] in kl]
-    if not rewards:
-        raise Unknown("`kl` and `reward` are not in the same logs")
-    gain = PLATEAU * log.spread
-    best = max(span.mean for span in rewards)
-    start, last = next(span for span in rewards if span.mean >= best - gain), rewards[-1]
-    if start is rewards[0]:
+    pairs = log.pairs("kl", "reward")
+    good = max(reward.mean for _, reward in pairs) - PLATEAU * log.spread
+    (before, start), (after, last) = next(pair for pair in pairs if pair[1].mean >= good), pairs[-1]
+    if start is pairs[0][1]:
         raise Unknown("`reward` is near its best from the start on, where the KL is 0; see whether the return falls")
-    before, after = kl[start[:2]], kl[last[:2]]
-    if after < before + KL_RISE or after < KL_FACTOR * before:
+    if after.mean < before.mean + KL_RISE or after.mean < KL_FACTOR * before.mean:
         return None
     return (
-        f"`kl` rose from {before:.3g} to {after:.3g} nats per token while `reward` went from {start.mean:.3g} to "
-        f"{last.mean:.3g} ({start}, and {last})"
+        f"`kl` rose from {before.mean:.3g} to {after.mean:.3g} nats per token while `reward` went from {start.mean:.3g} "
+        f"to {last.mean:.3g} ({start}, and {last})"
     )
 
 

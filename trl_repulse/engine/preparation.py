@@ -119,7 +119,7 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
     longest = min(limit, longest_row(base.config.get_text_config()) - n * size)
     if longest < 1:
         return None
-    with _random_states_kept():  # rows may be made as they are read
+    with random_states_kept():  # rows may be made as they are read
         rows = list(itertools.islice(trainer.train_dataset, _PROMPTS))
     if not rows:
         return None
@@ -153,11 +153,12 @@ def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Context after which the random states on the CPU are what they were."""
+def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Context after which the random states of Python, NumPy and torch, on the CPU and on a device, are what they were."""
     states = random.getstate(), np.random.get_state()
+    device = device or torch.device("cpu")
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             yield
     finally:
         random.setstate(states[0])

@@ -45,9 +45,7 @@ class Samples:
     completion_mask: torch.Tensor  # (B, T): 1 at the tokens that the model wrote
     rewards: torch.Tensor  # (B,), weighted; NaN where no reward function gave one
     rewards_per_func: torch.Tensor  # (B_all, F), of all processes' rows
-    engine_log_p: torch.Tensor | None = (
-        None  # (B, T), a vLLM engine's log-probabilities (nats), to be compared, not used
-    )
+    engine_log_p: torch.Tensor | None = None  # (B, T), nats, by a vLLM engine, to be compared, not used
     attended: torch.Tensor | None = None  # (B, T), mask of all tokens, where tools may have written some
 
     def in_units(self, n: int, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -667,9 +667,7 @@ def _load(path: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
         quantization_config.llm_int8_skip_modules = [*skipped, "score", "classifier"]
         init_kwargs = init_kwargs | {"quantization_config": quantization_config}
     config = AutoConfig.from_pretrained(
-        path,
-        trust_remote_code=init_kwargs.get("trust_remote_code", False),
-        revision=init_kwargs.get("revision"),
+        path, trust_remote_code=init_kwargs.get("trust_remote_code", False), revision=init_kwargs.get("revision")
     )
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("ForSequenceClassification"):

@@ -14,11 +14,7 @@ from typing import Any, Literal
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..data._prompts import check_template_variables, render

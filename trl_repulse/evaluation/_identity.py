@@ -111,9 +111,8 @@ def warn_of_name(place: Path, name: str) -> None:
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
     """`code`, a hash of a function's file and name and of the values it was made with; empty if there is no file."""
-    with suppress(
-        OSError, TypeError, ValueError, NotImplementedError, RecursionError
-    ):  # NotImplementedError: weights not in memory
+    # `NotImplementedError`: weights not in memory
+    with suppress(OSError, TypeError, ValueError, NotImplementedError, RecursionError):
         return {"code": digest(_describe(function, outermost=True))}
     return {}
 

@@ -3,15 +3,13 @@
 import contextlib
 import inspect
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -24,10 +22,11 @@ from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from ..data._tables import columns_of, from_columns
 from ..data._texts import completion_texts
 from ..engine.diagnosis import AT_ONCE, diagnose
+from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
-from ..rewards._texts import message_text
 from ..rewards.functions import FunctionReward
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
+from .records import readable
 from .report import estimates
 from .tails import Estimate, check_sizes
 
@@ -191,7 +190,7 @@ def draw_completions(
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
         functions[name] = partial(function, **given)
     loop = getattr(trainer, "async_loop", None)  # the client of an asynchronous reward belongs to it
-    with _random_states_kept(accelerator.device):
+    with random_states_kept(accelerator.device):
         rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
     weights = trainer.reward_weights.tolist()
     rows = []
@@ -200,19 +199,6 @@ def draw_completions(
         rows.append((place, (text, sum(known) if known else math.nan)))
     gathered = dict(gather_object(rows))
     return [gathered[place] for place in range(total)]
-
-
-@contextlib.contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """Restores the random states of Python, NumPy and torch afterwards."""
-    states = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
-    try:
-        with torch.random.fork_rng(devices, device_type=device.type):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
@@ -292,19 +278,13 @@ class BeforeAfterCallback(TrainerCallback):
         header = ("prompt", f"update {self._start}", "reward", f"update {self.trainer.state.global_step}", "reward")
         rows = [header, ("---",) * len(header)]
         for prompt, before, end in zip(self.dataset["prompt"], self._before, after, strict=True):
-            rows.append((_cell(_text(prompt)), *_cells(before), *_cells(end)))
+            rows.append((_cell(readable(prompt)), *_cells(before), *_cells(end)))
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows), encoding="utf-8")
 
     def _draw(self) -> list[tuple[str, float]]:
         return draw_completions(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
-
-
-def _text(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message_text(message)}" for message in prompt)
 
 
 def _cells(drawn: tuple[str, float]) -> tuple[str, str]:

@@ -18,10 +18,7 @@ _MODELS = {  # label, colour, line style
     "policy": ("policy", "#1f5fa8", "-"),
     "proposal": ("proposal", "#c8502d", (0, (5, 1.6))),
 }
-_PANELS = {
-    "expected_reward": ("Expected reward", "reward"),
-    "log_prob_bad": ("Exact log P(bad)", "nats"),
-}
+_PANELS = {"expected_reward": ("Expected reward", "reward"), "log_prob_bad": ("Exact log P(bad)", "nats")}
 _Metrics = dict[tuple[str, str], dict[str, tuple[str, ...]]]
 _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},

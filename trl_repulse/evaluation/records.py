@@ -56,8 +56,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def write_report(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON as [`write_json`], with its folder; unknown values become text, and numbers not finite `None`."""
+def write_report(path: Path | None, content: dict[str, Any]) -> None:
+    """
+    Writes JSON as [`write_json`], with its folder, unless the path is `None`; unknown values become text, and numbers not finite `None`.
+    """
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, plain_json(finite_json(content)))
 

@@ -20,6 +20,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configs._checks import check_choices, check_transform, require, require_at_least, require_finite
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
@@ -44,7 +45,6 @@ from ._generation import (
 )
 from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from .log_probs import completion_log_probs
-from .tails import check_sizes
 
 
 Reward = str | nn.Module | Callable[..., Any]
@@ -101,26 +101,14 @@ class SamplingSettings:
 
     def __post_init__(self):
         check_template_variables(self.chat_template_kwargs, ("tools",))
-        sizes = ("num_samples", "max_completion_length", "batch_size", "shard_size")
-        check_sizes(**{name: getattr(self, name) for name in sizes})
-        for name in ("beta", "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold"):
-            if getattr(self, name) is not None and not math.isfinite(getattr(self, name)):
-                raise ValueError(f"`{name}={getattr(self, name)}` must be a finite number.")
-        if not all(map(math.isfinite, self.reward_weights or ())):
-            raise ValueError(f"`reward_weights={self.reward_weights}` must be finite numbers.")
-        if self.seed < 0:
-            raise ValueError(f"`seed={self.seed}` must be at least 0.")
-        if self.reward_transform not in (None, "exponential", "indicator"):
-            raise ValueError(f"`reward_transform={self.reward_transform!r}` must be 'exponential' or 'indicator'.")
-        if self.reward_transform == "indicator" and self.reward_transform_threshold is None:
-            raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
+        require_at_least(self, 1, "num_samples", "max_completion_length", "batch_size", "shard_size")
+        check_choices(self)
+        check_transform(self)
+        require_finite(self, "beta")
+        weights_are_finite = all(map(math.isfinite, self.reward_weights or ()))
+        require(self, weights_are_finite, "reward_weights", "must be finite numbers")
+        require_at_least(self, 0, "seed")
         check_dtype(self.dtype)
-        if self.engine not in ("transformers", "vllm"):
-            raise ValueError(f"`engine={self.engine!r}` must be 'transformers' or 'vllm'.")
-        if not self.reward_transform_alpha >= 0:
-            raise ValueError(f"`reward_transform_alpha={self.reward_transform_alpha}` must be at least 0.")
-        if self.reward_transform == "exponential" and not self.reward_transform_beta < 0:
-            raise ValueError(f"`reward_transform_beta={self.reward_transform_beta}` must be below 0.")
 
 
 def check_early(

@@ -332,9 +332,8 @@ class MeasuredThreshold:
         if self.value is None:
             trainer: Any = self._scorer.trainer
             args, batch = trainer.args, trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
-            drawn = (
-                batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
-            )  # in the run
+            # In the run
+            drawn = batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
             if not self._has_begun and drawn < _LEAST:
                 logger.warning(
                     f"`bad_reward_threshold` is not set, and takes {_LEAST} samples to measure. This run draws {drawn}, so that nothing "

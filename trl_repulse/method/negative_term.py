@@ -25,12 +25,7 @@ from ..engine.second_model import PROPOSAL_FOLDER
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import normalize_weights
 from ..math.losses import negative_coefficients, negative_reinforce_coefficients
-from ..rewards.transforms import (
-    class_log_potential,
-    geometric_schedule,
-    indicator_log_potential,
-    tilted_log_potential,
-)
+from ..rewards.transforms import class_log_potential, geometric_schedule, indicator_log_potential, tilted_log_potential
 
 
 OWN, NEGATIVE = "completion", "proposal_completion"

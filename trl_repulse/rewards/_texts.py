@@ -91,20 +91,14 @@ def as_number(value: Any) -> float | None:
         return math.nan
 
 
-def as_values(result: Any) -> list[Any] | None:
-    """A list with one entry a completion from what a reward function returned; `None` if it is no sequence."""
-    if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-        return None
-    # A zero-dimensional array is an `Iterable` that cannot be iterated
-    return None if getattr(result, "shape", None) == () else list(result)
-
-
 def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
     """The numbers and `None` that a reward function returned. Raises `ValueError` about `where` if they are not one a
     completion, or not finite."""
-    values = as_values(result)
-    if values is None:
+    # A zero-dimensional array is an `Iterable` that cannot be iterated
+    is_list = isinstance(result, Iterable) and getattr(result, "shape", None) != ()
+    if not is_list or isinstance(result, str | bytes | dict):
         raise ValueError(f"{where} returned {result!r:.60}; it must return a list, one number a completion.")
+    values = list(result)
     rewards = [as_number(value) for value in values]
     for i, reward in enumerate(rewards):
         if reward is not None and not math.isfinite(reward):

@@ -123,9 +123,8 @@ class GRPOBase(BaseTrainer, GRPOTrainer):
                 rollout_func,
                 environment_factory,
             )
-        check_tokenizers(
-            self.reward_funcs, self.reward_processing_classes
-        )  # which TRL has loaded where none was passed
+        # Which TRL has loaded where none was passed
+        check_tokenizers(self.reward_funcs, self.reward_processing_classes)
         self._check_policy(adapters)
         self._take_engine()
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise

@@ -62,13 +62,8 @@ class PPOTrainer(GRPOBase):
     >>> from trl_repulse import PPOConfig, PPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = PPOConfig(output_dir="out", max_completion_length=2, num_generations=2, use_cpu=True, bf16=False)
-    >>> trainer = PPOTrainer(
-    ...     model=policy_path(),
-    ...     reward_funcs=reward_model_path(),
-    ...     args=args,
-    ...     train_dataset=load_prompts(),
-    ... )
+    >>> args = PPOConfig("out", max_completion_length=2, num_generations=2, use_cpu=True, bf16=False)
+    >>> trainer = PPOTrainer(policy_path(), reward_model_path(), args, train_dataset=load_prompts())
     >>> trainer.train()
     ```
 

@@ -35,16 +35,11 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     Example:
 
     ```python
-    >>> from datasets import Dataset
     >>> from trl_repulse import ReinforceConfig, ReinforceTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> trainer = ReinforceTrainer(
-    ...     model=policy_path(),
-    ...     reward_funcs=reward_model_path(),
-    ...     args=ReinforceConfig(output_dir="out", max_completion_length=2, use_cpu=True, bf16=False),
-    ...     train_dataset=load_prompts(),
-    ... )
+    >>> args = ReinforceConfig("out", max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = ReinforceTrainer(policy_path(), reward_model_path(), args, train_dataset=load_prompts())
     >>> trainer.train()
     ```
 

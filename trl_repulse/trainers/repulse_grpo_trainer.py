@@ -34,19 +34,8 @@ class RePULSeGRPOTrainer(GRPOWithNegativeTerm, GRPOBase):
     >>> from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSeGRPOConfig(
-    ...     output_dir="out",
-    ...     bad_reward_threshold=-5.0,
-    ...     max_completion_length=2,
-    ...     use_cpu=True,
-    ...     bf16=False,
-    ... )
-    >>> trainer = RePULSeGRPOTrainer(
-    ...     model=policy_path(),
-    ...     reward_funcs=reward_model_path(),
-    ...     args=args,
-    ...     train_dataset=load_prompts(),
-    ... )
+    >>> args = RePULSeGRPOConfig("out", bad_reward_threshold=-5.0, max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = RePULSeGRPOTrainer(policy_path(), reward_model_path(), args, train_dataset=load_prompts())
     >>> trainer.train()
     ```
 

@@ -22,19 +22,8 @@ class RePULSePPOTrainer(GRPOWithNegativeTerm, PPOTrainer):
     >>> from trl_repulse import RePULSePPOConfig, RePULSePPOTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSePPOConfig(
-    ...     output_dir="out",
-    ...     bad_reward_threshold=-5.0,
-    ...     max_completion_length=2,
-    ...     use_cpu=True,
-    ...     bf16=False,
-    ... )
-    >>> trainer = RePULSePPOTrainer(
-    ...     model=policy_path(),
-    ...     reward_funcs=reward_model_path(),
-    ...     args=args,
-    ...     train_dataset=load_prompts(),
-    ... )
+    >>> args = RePULSePPOConfig("out", bad_reward_threshold=-5.0, max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = RePULSePPOTrainer(policy_path(), reward_model_path(), args, train_dataset=load_prompts())
     >>> trainer.train()
     ```
 

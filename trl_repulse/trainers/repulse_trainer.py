@@ -43,19 +43,8 @@ class RePULSeTrainer(WithNegativeTerm, ReinforceTrainer):
     >>> from trl_repulse import RePULSeConfig, RePULSeTrainer
     >>> from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
 
-    >>> args = RePULSeConfig(
-    ...     output_dir="out",
-    ...     bad_reward_threshold=-5.0,
-    ...     max_completion_length=2,
-    ...     use_cpu=True,
-    ...     bf16=False,
-    ... )
-    >>> trainer = RePULSeTrainer(
-    ...     model=policy_path(),
-    ...     reward_funcs=reward_model_path(),
-    ...     args=args,
-    ...     train_dataset=load_prompts(),
-    ... )
+    >>> args = RePULSeConfig("out", bad_reward_threshold=-5.0, max_completion_length=2, use_cpu=True, bf16=False)
+    >>> trainer = RePULSeTrainer(policy_path(), reward_model_path(), args, train_dataset=load_prompts())
     >>> trainer.train()
     ```
 

@@ -1,10 +1,10 @@
 """Settings of an attack, of an evaluation by attacks, and of its command."""
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from ...configs._checks import check_choices, parse_objects, require_at_least
 from ...configs.shared_config import documented
 from ...data._prompts import check_template_variables
 
@@ -87,19 +87,15 @@ class GCGConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         positive = "num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"
-        for name in (*positive, "micro_batch_size"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("buffer_size", "merge_swaps"):
-            _at_least(name, getattr(self, name), 0)
+        require_at_least(self, 1, *positive, "micro_batch_size")
+        require_at_least(self, 0, "buffer_size", "merge_swaps")
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
-        _one_of("filter_roundtrip", self.filter_roundtrip, "context", "suffix", "off")
-        _one_of("prompt_format", self.prompt_format, "chat", "raw")
-        _one_of("screen_dtype", self.screen_dtype, None, "bfloat16", "float16")
-        self.chat_template_kwargs = _as_object("chat_template_kwargs", self.chat_template_kwargs)
+        parse_objects(self, "chat_template_kwargs")
         check_template_variables(self.chat_template_kwargs, ("tools",))
         if self.chat_template_kwargs and self.prompt_format == "raw":
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
@@ -144,10 +140,7 @@ class GCGEvaluationConfig(GCGConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_samples", "max_new_tokens", "max_targets"):
-            _at_least(name, getattr(self, name), 1)
-        _one_of("scenario", self.scenario, "behaviors", "strings")
-        _one_of("on_bad_row", self.on_bad_row, "error", "skip")
+        require_at_least(self, 1, "num_samples", "max_new_tokens", "max_targets")
 
 
 @documented
@@ -210,32 +203,9 @@ class GCGRunArguments:
         check_dtype(self.dtype)
         if isinstance(self.threshold, int | float):  # as in a YAML file
             self.threshold = [float(self.threshold)]
-        self.reward_kwargs = _as_object("reward_kwargs", self.reward_kwargs)
+        parse_objects(self, "reward_kwargs")
         if not re.fullmatch(r"\d+/\d+", self.shard):
             raise ValueError(f"`shard={self.shard!r}` must be written as i/n, e.g. 1/4.")
         index, count = map(int, self.shard.split("/"))
         if not 1 <= index <= count:
             raise ValueError(f"`shard={self.shard!r}` is no part; write i/n with i from 1 to n.")
-
-
-def _as_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """The object of a field, read from JSON if it is text."""
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"`{name}={value!r}` is not valid JSON ({error}).") from error
-    if not isinstance(given, dict | None):
-        raise ValueError(f'`{name}={given!r}` must be an object, such as {{"a_name": 300}}.')
-    return given
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise ValueError(f"`{name}={value}` must be at least {least}.")
-
-
-def _one_of(name: str, value: str | None, *allowed: str | None) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{name}={value!r}` must be one of {', '.join(map(repr, allowed))}.")

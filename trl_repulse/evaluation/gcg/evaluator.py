@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +36,7 @@ from ...generation._batches import end_tokens
 from ...generation._cache import growing_cache, with_cache
 from ...generation._probe import repeats_cache
 from ...models._adapters import in_mode
-from ...models._loading import check_same_tokens, load_model, load_tokenizer
+from ...models._loading import check_same_tokens, load_model, load_tokenizer, load_with_tokenizer
 from ...models._model_checks import check_token_ids
 from ...rewards.loading import load_reward
 from .._generation import as_function, event_loop, hash_model, hashed_seed, process_state
@@ -256,10 +255,9 @@ def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Judge:
     if not isinstance(reward, str):
         return RewardJudge(with_checks(reward, reward.__name__), as_messages)
     # A classifier, applied as in training
-    options = {"trust_remote_code": run.trust_remote_code}
-    tokenizer = load_tokenizer(reward, "reward model", **options)
-    model = load_model(AutoModelForSequenceClassification, reward, "reward model", num_labels=1, **options)
-    model = model.to(PartialState().device)
+    options: Any = {"num_labels": 1, "trust_remote_code": run.trust_remote_code}
+    classifier = AutoModelForSequenceClassification, reward, "reward model", process_state().device
+    model, tokenizer = load_with_tokenizer(*classifier, **options)
     function: Any
     _, function = as_function(model, tokenizer, model.device, config.chat_template_kwargs)
     function.unchecked = model  # its weights identify the judge

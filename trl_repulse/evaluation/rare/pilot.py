@@ -155,9 +155,8 @@ def choose_shares(
     """
     found = contributions > 0
     weight = contributions[found].double()  # (F,)
-    ratio = (
-        sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)
-    ).exp()  # (F, K): q over that of the pilot
+    log_ratio = sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)
+    ratio = log_ratio.exp()  # (F, K): q over that of the pilot
     own = torch.zeros(ratio.size(1), dtype=torch.float64)
     own[0] = 1.0
     rest = torch.full_like(own, 1 / len(own))
