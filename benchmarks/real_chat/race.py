@@ -276,7 +276,7 @@ def print_table(out: Path) -> None:
 
 
 def with_interval(rewards: np.ndarray, threshold: float) -> str:
-    """P(r < threshold) with its 95 % interval over prompts."""
+    """P(r < threshold) with Clopper and Pearson's 95 % interval, for these prompts."""
     it = prob_below(rewards, threshold)
     return f"{it.value:.1e} ({it.low:.1e} to {it.high:.1e})"
 
