@@ -304,7 +304,7 @@ OURS = {
     "reward_kwargs that are no JSON": (
         lambda user: user.command(reward_type="toxicity", reward_kwargs="{label: 1}"),
         "`reward_kwargs='{label: 1}'` is not valid JSON",
-        'write e.g. `{"label": 1}`',
+        'write e.g. `{"a_name": 300}`',
     ),
     "reward function that the file lacks": (
         lambda user: user.command(
