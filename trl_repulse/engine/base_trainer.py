@@ -370,6 +370,9 @@ class BaseTrainer(RowLayouts, SecondModels, PooledMetrics):
         limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
         check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
         check_added_tokens(self._tokenizer, prompts, tokenized[0])
+        for fields in tokenized[1:]:  # GPT-2 adds embeddings of token types, which scoring does not pass
+            if isinstance(fields, dict):
+                fields.pop("token_type_ids", None)
         return tokenized
 
     def _holds_everywhere(self, condition: bool) -> bool:
