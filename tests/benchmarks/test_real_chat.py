@@ -47,6 +47,7 @@ def world(tmp_path, monkeypatch):
         return [-3.0 if text[:1] and text[0] in words[:2] else 1.0 for text in texts]
 
     monkeypatch.setattr(judge, "reward", reward)
+    monkeypatch.setattr(prototype, "reward", lambda texts: reward([[{"content": text}] for text in texts]))
     monkeypatch.setattr(judge, "sentiment", lambda texts: [0.0 for _ in texts])
     monkeypatch.setattr(race, "BATCH", 10)
     monkeypatch.setattr(race, "LENGTH", 3)

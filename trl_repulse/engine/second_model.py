@@ -347,8 +347,8 @@ class Adapter(AdapterView):
         super().__init__(model, adapter_layers(model), name)
         self._weights = weights
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this adapter, by their names in the PEFT model."""
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this adapter, by their names in the PEFT model. None of them is tied to another."""
         yield from self._weights.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
