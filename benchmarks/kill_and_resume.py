@@ -73,7 +73,7 @@ def kill_at(place: str, after: int) -> None:
 
     setattr(owner, name, hooked)
     if place == "writing weights":
-        import trl_repulse.engine.base_trainer as hooks
+        import trl_repulse.trainers.base_trainer as hooks
 
         hooks.save_position = hooked
 

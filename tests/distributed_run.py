@@ -12,6 +12,7 @@ from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.engine.second_model import SecondAdapter
 from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.models._adapters import adapter_layers
+from trl_repulse.trainers import reinforce_trainer
 
 from .conftest import build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
@@ -58,12 +59,22 @@ class Reused(RecordedByRow):
 class WithinProcess(RecordedByRow):
     """The mistake to be noticed: a baseline over the completions at hand instead of the prompt's on all processes."""
 
-    def _to_prompts(self, units, generations):
+    def _credit(self, *args):
+        right = reinforce_trainer.to_prompts, reinforce_trainer.to_units
+        reinforce_trainer.to_prompts, reinforce_trainer.to_units = self.of_process, self.of_rows
+        try:
+            return super()._credit(*args)
+        finally:
+            reinforce_trainer.to_prompts, reinforce_trainer.to_units = right
+
+    @staticmethod
+    def of_process(accelerator, units, generations):
         if units.size(1) == generations:
             return units
         return units.flatten(0, 1).view(-1, generations // 2, *units.shape[2:])
 
-    def _to_units(self, prompts, like):
+    @staticmethod
+    def of_rows(accelerator, prompts, like):
         if prompts.size(1) == like.size(1):
             return prompts
         return prompts.flatten(0, 1).view(*like.shape, *prompts.shape[2:])

@@ -207,7 +207,7 @@ def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, 
 
 
 def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
-    for name in ("trl_repulse.engine.base_trainer", "transformers"):
+    for name in ("trl_repulse.trainers.base_trainer", "transformers"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         caplog.set_level(logging.INFO, logger=name)
     make(ReinforceTrainer, max_steps=1, save_strategy="steps", save_steps=1).train()

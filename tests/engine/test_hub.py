@@ -283,7 +283,7 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
 def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
     limit = {"max_bad_probability": 0.25, "bad_reward_threshold": -1.0}
     trainer = make(ReinforceTrainer, push_to_hub=True, hub_model_id="me/out", cvar_level=0.5, **limit)
-    trainer._constraint.multiplier = 12.5
+    trainer.constraint.multiplier = 12.5
     trainer.tail_report = "P(bad) = 1e-4 (95 %: 5e-5 to 2e-4), 100,000 samples"
     trainer.measured = {"p_bad": np.float64(1e-4), "missing": float("nan"), "unknown": None}
     trainer.push_to_hub(dataset_name="me/prompts")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine.metrics import Moments, Pooled, highest, lowest, mean, pool, share_explained, std
+from trl_repulse.engine.logs import Moments, Pooled, highest, lowest, mean, pool, share_explained, std
 
 from ..conftest import build_model
 from ..distributed_support import launcher, run_forked

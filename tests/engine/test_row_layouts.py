@@ -8,9 +8,10 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine import scoring as _row_layouts
-from trl_repulse.engine.scoring import CompletionSets, RowLayouts, by_prompt
+from trl_repulse.engine.scoring import CompletionSets, Scoring, by_prompt
+from trl_repulse.engine.units import CompletionSet
 from trl_repulse.models._layout import Layout
+from trl_repulse.trainers import base_trainer
 
 from .test_shared_prompts import assert_the_same
 
@@ -89,7 +90,7 @@ def test_a_prompt_is_read_once(make, method, monkeypatch):
     assert all(count == 1 and (length - LENGTH) // WIDTH >= per_batch for count, length in rows)
     assert_the_same(together, build_and_train(make, method, share_prompts=False))
 
-    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
     shuffled = build(make, method, share_prompts=True)
     seen = watch(shuffled)
     shuffled.train()
@@ -104,16 +105,12 @@ def build_and_train(make, method, **kwargs):
     return trainer
 
 
-class Rows(RowLayouts):
-    """What the choice of rows needs of a trainer: another process's answer, if there is one."""
+class Rows(Scoring):
+    """The choice of rows, with another process's answer, if there is one."""
 
     def __init__(self, other=None):
-        self.other = other
-        self.accelerator = SimpleNamespace(device="cpu", gather=lambda x: torch.cat([x, torch.tensor([other])]))
-
-    @property
-    def _passes_together(self):
-        return self.other is not None
+        accelerator = SimpleNamespace(device="cpu", gather=lambda x: torch.cat([x, torch.tensor([other])]))
+        super().__init__(accelerator, None, 0, 16, False, passes_together=other is not None)
 
 
 def prompts_in_runs(*runs):
@@ -126,14 +123,14 @@ def prompts_in_runs(*runs):
     [((4, 4), 4), ((2, 3), 1), ((1, 3), 1), ((8, 4), 4), ((6, 9, 3), 3), ((5,), 5), ((1, 1, 1), 1), ((6, 4), 2)],
 )
 def test_neighbours_divide_all_runs(runs, count):
-    assert Rows()._neighbours(prompts_in_runs(*runs), WIDTH, 1, None) == count
+    assert Rows().neighbours(prompts_in_runs(*runs), WIDTH, 1, None) == count
 
 
 def test_prompts_differ_by_their_masks_too():
     ids, mask = prompts_in_runs(4)
     mask = mask.clone()
     mask[2:, 0] = 0
-    assert Rows()._neighbours((ids, mask), WIDTH, 1, None) == 2
+    assert Rows().neighbours((ids, mask), WIDTH, 1, None) == 2
 
 
 @pytest.mark.parametrize(
@@ -149,22 +146,22 @@ def test_prompts_differ_by_their_masks_too():
     ],
 )
 def test_neighbours_fit_into_a_pass(run, completions, size, count):
-    assert Rows()._neighbours(prompts_in_runs(run), WIDTH, completions, size) == count
+    assert Rows().neighbours(prompts_in_runs(run), WIDTH, completions, size) == count
 
 
 def test_processes_take_as_many_neighbours():
-    assert Rows([4, 8])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 4  # runs of 4 over there
-    assert Rows([12, 3])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 3  # room for 3
-    assert Rows([1, 1])._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 1
-    assert Rows([4, 8])._neighbours(None, WIDTH, 1, 12) == 1  # prompts of their own, here alone: no less of a call
-    assert Rows()._neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 12  # the control
+    assert Rows([4, 8]).neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 4  # runs of 4 over there
+    assert Rows([12, 3]).neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 3  # room for 3
+    assert Rows([1, 1]).neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 1
+    assert Rows([4, 8]).neighbours(None, WIDTH, 1, 12) == 1  # prompts of their own, here alone: no less of a call
+    assert Rows().neighbours(prompts_in_runs(12), WIDTH, 1, 12) == 12  # the control
 
 
 @pytest.mark.parametrize(("count", "at_once"), [(1, 4), (2, 3), (4, 2), (8, 1), (16, 1)])
 def test_rows_fit_into_a_pass(count, at_once):
     """Of a micro-batch of 4 completions: 40 tokens, 8 completions; or one row."""
     layout, seen = Layout(LENGTH, WIDTH, count), []
-    Rows()._in_passes(
+    Rows().in_passes(
         lambda *rows: seen.append(len(rows[0])) or rows, layout, 12, 4, *torch.ones(2, 12, LENGTH + count * WIDTH)
     )
     assert seen == [at_once] * (12 // at_once)
@@ -200,7 +197,7 @@ def test_passes_without_gradient_are_no_larger_than_micro_batches(make, method, 
     models = {
         "policy": trainer.model,
         "reference": trainer.ref_model,
-        **{k: x.module for k, x in trainer._second_models.items()},
+        **{k: x.module for k, x in trainer.second_models.items()},
     }
     for name, model in models.items():
 
@@ -242,10 +239,10 @@ def test_passes_without_gradient_are_no_larger_than_micro_batches(make, method, 
 def test_trls_shuffle_stays_where_it_matters(make, method, settings, sizes, monkeypatch):
     """Between updates; between micro-batches where a loss is of each; and where the trainer is TRL's, or shares nothing."""
     seen = set()
-    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: seen.add(len(batches)) or by_prompt(batches))
+    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: seen.add(len(batches)) or by_prompt(batches))
     sorted_by_prompt = build_and_train(make, method, **settings)
     assert seen == sizes
-    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
     shuffled = build_and_train(make, method, **settings)
     for p, q in zip(sorted_by_prompt.model.parameters(), shuffled.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
@@ -262,11 +259,17 @@ def test_shares_of_clipped_completions_do_not_hang_on_their_order(make, monkeypa
 
     found = shares()
     assert max(found) > 0
-    monkeypatch.setattr(_row_layouts, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
     assert shares() == pytest.approx(found, abs=1e-6)
 
 
 PAD = 99
+
+
+def sets_of(batch):
+    """The sets of `build_batch`."""
+    named = {name: {part: batch.get(f"{name}_{part}") for part in ("ids", "mask", "attended")} for name in "ab"}
+    return {name: CompletionSet(rewards=torch.zeros(0), **parts) for name, parts in named.items()}
 
 
 def build_batch():
@@ -284,7 +287,7 @@ def test_each_set_gets_its_own_scores(joint, slots):
     batch = build_batch()
     needed = torch.zeros(4, 3, dtype=torch.bool)
     needed[1, 2] = needed[2, 0] = True
-    sets = CompletionSets.of(batch, ("a", "b"), PAD, {} if slots is None else {"b": needed}, None)
+    sets = CompletionSets.of(sets_of(batch), PAD, {} if slots is None else {"b": needed}, None)
     assert sets.ids.shape == (4, 5, 5) and sets.ids[:, :2, 3:].eq(PAD).all() and sets.mask[:, :2, 3:].eq(0).all()
     if joint > 1:
         sets.join(joint)
@@ -303,7 +306,7 @@ def test_each_set_gets_its_own_scores(joint, slots):
 def test_what_is_kept_is_what_is_needed():
     batch = build_batch()
     needed, asked = (torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0]]) == x for x in (1, 0))
-    sets = CompletionSets.of(batch, ("a", "b"), PAD, {"b": needed}, {"b": asked})
+    sets = CompletionSets.of(sets_of(batch), PAD, {"b": needed}, {"b": asked})
     before = {
         int(ids[0]): bool(wanted) for ids, wanted in zip(sets.ids.flatten(0, 1), sets.asked.flatten(), strict=True)
     }
@@ -318,5 +321,5 @@ def test_tools_write_what_is_read_and_not_counted():
     batch = build_batch()
     batch["a_attended"] = batch["a_mask"].clone()
     batch["a_mask"][:, :, 1] = 0
-    sets = CompletionSets.of(batch, ("a",), PAD, {}, None)
+    sets = CompletionSets.of({"a": sets_of(batch)["a"]}, PAD, {}, None)
     assert sets.mask.eq(1).all() and sets.asked is None

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
-from trl_repulse.engine.scoring import with_checks
+from trl_repulse.engine.reward_functions import with_checks
 
 from ..conftest import USE_CPU, same_parameters
 
@@ -93,7 +93,7 @@ def test_raw_and_transformed_rewards_stand_side_by_side(make, tmp_path, trainer_
         **settings,
     )
     trainer.train()
-    tables = [trainer._logs] + ([trainer._negative.logs] if trainer_cls is RePULSeTrainer else [])
+    tables = [trainer._logs] + ([trainer._tables.extra] if trainer_cls is RePULSeTrainer else [])
     for prefix, table in zip(prefixes(trainer_cls), tables, strict=True):
         raw = weighted(table["completion"])
         assert list(table["rewards"]["words"]) == words(table["completion"])
@@ -148,7 +148,7 @@ def test_a_sample_that_no_function_judged_is_left_out(make, trainer_cls):
     more = {} if USE_CPU else {"num_generations": 16, "per_device_train_batch_size": 64}
     trainer = make(trainer_cls, reward_funcs=[none_of_cats, none_of_cats], log_completions=True, max_steps=3, **more)
     trainer.train()
-    tables = [trainer._logs] + ([trainer._negative.logs] if trainer_cls is RePULSeTrainer else [])
+    tables = [trainer._logs] + ([trainer._tables.extra] if trainer_cls is RePULSeTrainer else [])
     models = [trainer.model] + ([trainer.proposal.module] if trainer_cls is RePULSeTrainer else [])
     left_out = [["cat" in c for c in table["completion"]] for table in tables]
     assert all(any(column) and not all(column) for column in left_out)

@@ -493,7 +493,7 @@ def test_continuous_batches_are_drawn_from_the_right_model(make, adapters):
             ids = [trainer.processing_class(prompt, return_tensors="pt") for prompt in prompts]
             drawn[name] = [engine(**row).logits[0, -1].argmax().item() for row in ids]
     trainer.train()
-    logs = {"policy": trainer._logs, "proposal": trainer._negative.logs}
+    logs = {"policy": trainer._logs, "proposal": trainer._tables.extra}
     right = {}
     for name, likeliest in drawn.items():
         texts = [trainer.processing_class.decode([token], skip_special_tokens=True) for token in likeliest]

@@ -11,11 +11,16 @@ from trl.trainer import grpo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.generation import _engine
-from trl_repulse.method.hot_policy import HotPolicy
-from trl_repulse.method.negative_term import DrawnTerm
-from trl_repulse.trainers import _grpo_with_negative_term as _rows
+from trl_repulse.engine.sampling import Drawing
+from trl_repulse.trainers import _grpo_loss as _rows
 
 from ..vllm_double import LLM, build_engine
+
+
+@contextlib.contextmanager
+def apart(*args):
+    """In place of `Drawing.together`: extra samples are drawn in a call of their own."""
+    yield
 
 
 class DrawingLLM(LLM):
@@ -81,7 +86,7 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
 
     serve_by(DrawingLLM, monkeypatch)
     # Without an engine, both sets in one call: other numbers
-    monkeypatch.setattr(HotPolicy, "drawing", DrawnTerm.drawing)
+    monkeypatch.setattr(Drawing, "together", apart)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
     settings = method | {
@@ -128,7 +133,7 @@ def test_adapters_are_drawn_from_in_one_call(make, monkeypatch, proposals):
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
     settings = {"use_vllm": True, "max_steps": 3, "max_completion_length": 4, "num_proposal_generations": proposals}
     trainer = make(model="llama", extra={"peft_config": config, "callbacks": [Watch()]}, **settings)
-    logs_of = {"policy": trainer._logs, "proposal": trainer._negative.logs}
+    logs_of = {"policy": trainer._logs, "proposal": trainer._tables.extra}
     trainer.train()
     n, m = 4, proposals or 4
     assert trainer.vllm_generation.llm.llm.calls == [16 + 16 // n * m] * 3

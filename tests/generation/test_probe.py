@@ -27,7 +27,8 @@ from transformers import (
 from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_prompt_lengths
-from trl_repulse.engine.scoring import token_log_probs
+from trl_repulse.engine.scoring import Wanted, token_log_probs
+from trl_repulse.engine.units import EXTRA, OWN, Units
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
@@ -210,8 +211,9 @@ def test_trainers_draw_and_score_as_the_models_do(make, faulty_dir, mixed):
     few = {name: x[:, :3] if name.endswith(("completion_ids", "completion_mask")) else x for name, x in batch.items()}
     for scored in (*models.values(), trainer.ref_model):
         for gradient in (True, False):
-            scores = trainer._score(scored, few, tuple(models), gradient).log_p
-            for name, found in zip(models, scores, strict=True):
+            wanted = Wanted((OWN, EXTRA))
+            scores = trainer._scoring.score(scored, Units.of(few), trainer.shape, wanted, gradient).log_p
+            for name, found in zip(models, scores.values(), strict=True):
                 check_scores(scored, few, name, found.detach())
 
 
@@ -286,11 +288,11 @@ def test_several_processes_refuse_what_they_cannot_score(make, tokenizer, mixed,
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     ids, mask = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     with pytest.raises(ValueError, match="use prompts of one length, or one process"):
-        trainer._by_length(lambda ids, mask: (ids,), ids, mask)
+        trainer._scoring.by_length(lambda ids, mask: (ids,), ids, mask)
     padded = torch.tensor([[0, 3, 4], [0, 6, 7]]), torch.tensor([[0, 1, 1], [0, 1, 1]])
-    assert trainer._by_length(lambda ids, mask: (ids,), *padded)[0].tolist() == [[3, 4], [6, 7]]
+    assert trainer._scoring.by_length(lambda ids, mask: (ids,), *padded)[0].tolist() == [[3, 4], [6, 7]]
     trainer._guard = Guard()
-    assert trainer._by_length(lambda ids, mask: (ids,), ids, mask)[0] is ids
+    assert trainer._scoring.by_length(lambda ids, mask: (ids,), ids, mask)[0] is ids
 
 
 @pytest.mark.trainer

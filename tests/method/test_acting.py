@@ -161,7 +161,7 @@ def test_a_proposal_acts_in_its_own_environments(build, term):
                 [tool["function"]["name"] for message in messages for tool in message.get("tool_calls") or []]
                 for messages in list(logs["completion"])[-number:]
             ]
-            for logs, number in ((trainer._negative.logs, 16), (trainer._logs, 8))
+            for logs, number in ((trainer._tables.extra, 16), (trainer._logs, 8))
         )
         assert [each.calls for each in pool] == calls and policys == own
         attended, mask = batch["proposal_completion_attended"], batch["proposal_completion_mask"]

@@ -257,7 +257,7 @@ def test_a_learning_rate_for_the_size(make, tokenizer, monkeypatch, trainer_cls,
     assert trainer.args.learning_rate == expected
     trainer.train()
     assert trainer.optimizer.param_groups[0]["lr"] == expected
-    for second in trainer._second_models.values():
+    for second in trainer.second_models.values():
         assert second.optimizer.param_groups[0]["lr"] == expected
 
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.engine import diagnosis
-from trl_repulse.engine import metrics as _pooling
+from trl_repulse.trainers import base_trainer as _pooling
 from trl_repulse.math.importance import distinct_share, rank_among
 from trl_repulse.method import collapse as _collapse
 
@@ -116,7 +116,7 @@ def test_a_hot_policy_of_one_output(make, monkeypatch, settings):
     monkeypatch.setattr(type(trainer._negative), "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     trainer.train()
     for log, batch in zip(trainer.state.log_history, drawn, strict=False):
-        ids = batch["proposal_completion_ids"].masked_fill(batch["proposal_completion_mask"] == 0, -1).flatten(0, 1)
+        ids = batch.extra.ids.masked_fill(batch.extra.mask == 0, -1).flatten(0, 1)
         distinct = [len({tuple(row) for row in prompt}) / 4 for prompt in ids.view(-1, 4, ids.size(1)).tolist()]
         assert log["proposal/distinct"] == pytest.approx(sum(distinct) / len(distinct))
         assert 0 <= log["proposal/log_p_rank"] <= 1 and "proposal/log_z_gap" not in log
@@ -166,7 +166,7 @@ def test_a_policy_that_says_one_thing(make, caplog, monkeypatch, trainer_cls, is
     """Every trainer logs its distinct completions, and warns once; of a policy that stays as it was it does not."""
     monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
     monkeypatch.setattr(diagnosis, "UPDATES", 2)
-    monkeypatch.setattr(_pooling.PooledMetrics, "_next_look", 2)
+    monkeypatch.setattr(_pooling.BaseTrainer, "_next_look", 2)
     monkeypatch.setattr(_pooling, "UPDATES", 2)
     extra = {"callbacks": [Sharpen(3)]} if is_narrow else {}
     trainer = make(trainer_cls, learning_rate=0.0, max_steps=9, extra=extra)

@@ -149,7 +149,7 @@ def test_the_multiplier_follows_what_is_seen(make, case):
     logs = trainer.state.log_history[:-1]
     expected = replayed(logs, start, 0 if "hot" in case else 1 / 16)
     assert [log["constraint/multiplier"] for log in logs] == pytest.approx(expected[:-1], rel=1e-6)
-    assert trainer._constraint.multiplier == pytest.approx(expected[-1], rel=1e-6) and len(set(expected)) > 1
+    assert trainer.constraint.multiplier == pytest.approx(expected[-1], rel=1e-6) and len(set(expected)) > 1
     for log, multiplier in zip(logs, expected, strict=False):
         if case == "cost":
             cost = log["reward"] - log["reward_transformed"]
@@ -157,7 +157,7 @@ def test_the_multiplier_follows_what_is_seen(make, case):
         p_bad = log["negative/p_bad" if "hot" in case else "bad_fraction"]
         assert log["constraint/p_bad"] == pytest.approx(p_bad, abs=1e-7)
     if case != "cost":
-        assert trainer._negative.scheduled("alpha") == trainer._constraint.multiplier
+        assert trainer._negative.scheduled("alpha") == trainer.constraint.multiplier
         assert not trainer.args.charges_bad
 
 
@@ -165,15 +165,15 @@ def test_the_multiplier_follows_what_is_seen(make, case):
 @pytest.mark.trainer
 def test_it_never_vanishes(make):
     trainer = make(ReinforceTrainer, max_steps=3, **LIMIT | {"bad_reward_threshold": -100.0})
-    trainer._constraint.multiplier = 1.1e-6
+    trainer.constraint.multiplier = 1.1e-6
     trainer.train()
-    assert trainer._constraint.multiplier == 1e-6
+    assert trainer.constraint.multiplier == 1e-6
 
 
 @pytest.mark.trainer
 def test_it_stays_finite_and_says_that_a_rate_is_out_of_reach(make, caplog):
     trainer = make(ReinforceTrainer, **LIMIT)
-    constraint = trainer._constraint
+    constraint = trainer.constraint
     constraint.multiplier = 1e38
     good, bad = trainer._transform(torch.tensor([[1.0, -9.0]]))[0].tolist()
     assert good == 1.0 and bad < -1e37
@@ -190,7 +190,7 @@ def test_it_stays_finite_and_says_that_a_rate_is_out_of_reach(make, caplog):
 @pytest.mark.trainer
 def test_without_a_negative_term_repulse_charges_bad_completions(make):
     trainer = make(alpha=0.0, max_steps=1, **LIMIT)
-    assert trainer.args.charges_bad and trainer._constraint.multiplier == 1.0
+    assert trainer.args.charges_bad and trainer.constraint.multiplier == 1.0
     trainer.train()
     assert "reward_transformed" in trainer.state.log_history[0]
 
@@ -214,7 +214,7 @@ def test_the_multiplier_does_not_depend_on_how_a_batch_is_cut(run, trainer_cls, 
     assert 0.1 < share < 1
     steps = 3 * 0.5 * (share - 0.1) / max(share, 0.5 / 8 / 0.25)
     start = 1.0 if trainer_cls is RecordedReinforce else trainer.args.alpha
-    assert trainer._constraint.multiplier == pytest.approx(start * (1.1 * math.exp(steps) - 0.1), rel=1e-6)
+    assert trainer.constraint.multiplier == pytest.approx(start * (1.1 * math.exp(steps) - 0.1), rel=1e-6)
 
 
 @pytest.mark.thorough
@@ -241,9 +241,9 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(make, tmp_path, monkeypatch):
 
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     whole, resumed = trained("whole"), trained("resumed", checkpoint)
-    assert resumed._constraint.state() == whole._constraint.state()
+    assert resumed.constraint.state() == whole._constraint.state()
     assert same_parameters(whole.model, resumed.model)
     monkeypatch.setattr(Constraint, "load_state", lambda self, state: None)  # the control
     begun_anew = trained("anew", checkpoint)
-    assert begun_anew._constraint.multiplier != whole._constraint.multiplier
+    assert begun_anew.constraint.multiplier != whole._constraint.multiplier
     assert not same_parameters(whole.model, begun_anew.model)

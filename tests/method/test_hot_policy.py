@@ -1,7 +1,9 @@
 """The policy drawn hotter in the proposal's place: weights against brute force, its loss by hand, what it does to P(bad)."""
 
+import contextlib
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +12,10 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine.sampling import UnitSampling
-from trl_repulse.engine.scoring import BySampler
+from trl_repulse.engine.sampling import Drawing
+from trl_repulse.engine.scoring import BySampler, Scoring, Wanted
 from trl_repulse.math.importance import log_mixture_weights
 from trl_repulse.method.hot_policy import HotPolicy
-from trl_repulse.method.negative_term import DrawnTerm
 
 from ..mathematics.test_exact import World
 from ..trainers.test_variants import SETTINGS
@@ -27,7 +28,19 @@ HOT = {
     "bad_reward_threshold": -1.0,
     "alpha_normalization": "none",
 }
+COEFFICIENTS = "negative_coefficients", "proposal_negative_coefficients"
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+
+
+@contextlib.contextmanager
+def apart(*args):
+    """In place of `Drawing.together`: extra samples are drawn in a call of their own."""
+    yield
+
+
+def read_all(argument):
+    """A scoring pass's argument, with all completions to be read."""
+    return replace(argument, needed={}) if isinstance(argument, Wanted) else argument
 
 
 @pytest.mark.exact
@@ -70,9 +83,10 @@ def log_prob(trainer, prompt_ids, completion_ids, mask, temperature):
 def test_coefficients_by_hand(make, monkeypatch, settings, peft):
     seen, weigh = [], HotPolicy.weigh
 
-    def spy(self, batch, log_p, log_p_hot):
-        seen.append((batch, weigh(self, batch, log_p, log_p_hot)))
-        return seen[-1][1]
+    def spy(self, units, *args):
+        weights = weigh(self, units, *args)
+        seen.append(weights.added_to(units).to_batch())
+        return weights
 
     monkeypatch.setattr(HotPolicy, "weigh", spy)
     extra = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if peft else None
@@ -83,17 +97,17 @@ def test_coefficients_by_hand(make, monkeypatch, settings, peft):
     names = ("completion", "proposal_completion")
     n, k = 4, settings.get("num_proposal_generations", 4)
     parts = {}  # of each prompt
-    for batch, made in seen:
+    for batch in seen:
         for unit in range(len(batch["prompt_ids"])):
             lead = tuple(batch["prompt_ids"][unit][batch["prompt_mask"][unit] == 1].tolist())
             rows = {name: batch[name][unit] for name in batch if name.endswith("rewards") or "completion" in name}
-            rows |= {name: made[name][unit] for name in made}
+            rows |= {name: batch[name][unit] for name in COEFFICIENTS}
             parts.setdefault(lead, []).append(rows)
     assert len(parts) == 4
     found = 0.0
     for lead, units in parts.items():
         log_p, log_m, rewards, got = [], [], [], []
-        for name, coefficients in zip(names, ("own_negative_coefficients", "negative_coefficients"), strict=True):
+        for name, coefficients in zip(names, COEFFICIENTS, strict=True):
             ids = torch.cat([unit[f"{name}_ids"] for unit in units])
             mask = torch.cat([unit[f"{name}_mask"] for unit in units])
             p, hot = (log_prob(trainer, torch.tensor(lead, device=ids.device), ids, mask, t) for t in (1.0, 2.0))
@@ -131,7 +145,7 @@ def test_only_bad_samples_are_scored_by_the_sampler(make, monkeypatch, settings)
     trainer.model.register_forward_hook(lambda module, args, output: passes.append("log_probs" in output))
     trainer.train()
     rewards = [
-        x for logs in (trainer._logs, trainer._negative.logs) for column in logs["rewards"].values() for x in column
+        x for logs in (trainer._logs, trainer._tables.extra) for column in logs["rewards"].values() for x in column
     ]
     bad = sum(reward < -1.0 for reward in rewards)
     assert 0 < bad < len(rewards)
@@ -158,13 +172,13 @@ SEPARATE, LONG = {"share_prompts": False}, {"max_completion_length": 5}
 )
 def test_what_is_not_bad_is_not_read(make, monkeypatch, trainer_cls, settings):
     """Its weight is 0: the policy ends as if all hot samples were scored, and reads fewer tokens."""
-    ends, read, score = [], [], UnitSampling._score
+    ends, read, score = [], [], Scoring.score
     for everything in (False, True):
         trainer = make(
             trainer_cls, **HOT | {"bad_reward_threshold": -1.5} | settings, max_steps=6, logging_steps=1, optim="sgd"
         )
         if everything:
-            monkeypatch.setattr(UnitSampling, "_score", lambda *args, needed=None, **rest: score(*args, **rest))
+            monkeypatch.setattr(Scoring, "score", lambda self, *args, **rest: score(self, *map(read_all, args), **rest))
         tokens = []
         trainer.model.register_forward_hook(
             lambda module, args, kwargs, output, tokens=tokens: (
@@ -192,7 +206,7 @@ def test_what_is_not_bad_is_not_read(make, monkeypatch, trainer_cls, settings):
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
 def test_nothing_bad_nothing_pushed(make, monkeypatch, settings):
     """Where no sample is bad the update is REINFORCE's own."""
-    monkeypatch.setattr(HotPolicy, "drawing", DrawnTerm.drawing)  # else the policy draws with other random numbers
+    monkeypatch.setattr(Drawing, "together", apart)  # else the policy draws with other random numbers
     ends = []
     for trainer_cls, own in ((RePULSeTrainer, HOT | {"bad_reward_threshold": -99.0}), (ReinforceTrainer, {})):
         trainer = make(trainer_cls, max_steps=1, optim="sgd", **own, **settings)
@@ -239,7 +253,7 @@ def test_one_call_draws_both(make, monkeypatch, settings, peft):
     trainer._guard = dataclasses.replace(trainer._guard, sample_by_length=True)
     trainer.evaluate(trainer.train_dataset)
     assert sum(rows for _, rows in calls) == 32 and len(calls) > 1
-    assert trainer._joint_draw is None
+    assert trainer._drawing._joint is None
 
 
 def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
@@ -256,7 +270,7 @@ def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
     )
     trainer.train()
     tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
-    for logs, temperature in ((trainer._logs, 1.0), (trainer._negative.logs, 2.0)):
+    for logs, temperature in ((trainer._logs, 1.0), (trainer._tables.extra, 2.0)):
         counts = torch.zeros(len(tokenizer))
         for prompt, completion in zip(logs["prompt"], logs["completion"], strict=True):
             if prompt == "fish":

@@ -1,4 +1,4 @@
-"""What every negative term keeps, also one that a user writes by the documentation of `NegativeTerm` and `Scorer` alone."""
+"""What every negative term keeps, also one that a user writes by the documentation alone: the tests that are shipped, and mistakes."""
 
 import json
 
@@ -7,26 +7,36 @@ import torch
 
 from trl_repulse import RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.evaluation.log_probs import completion_log_probs
-from trl_repulse.method.negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
+from trl_repulse.method.negative_term import ExtraSamplesTerm, Weights
+from trl_repulse.method.testing import NegativeTermTests, coefficients, record_weights
 
 
 pytestmark = pytest.mark.trainer
 
 
-class WorstAgain(DrawnTerm):
+class WorstAgain(ExtraSamplesTerm):
     """Draws from the policy once more, and pushes down the worst sample of each prompt."""
 
-    def weigh(self, batch, log_p=None, log_p_negative=None):
-        rewards = self.scorer.by_prompt(batch["proposal_rewards"], self.size)  # (P, K)
+    def weigh(self, units, scores, shape):
+        rewards = self.services.by_prompt(units.extra.rewards, shape.extra)  # (P, K)
         worst = (rewards == rewards.min(dim=1, keepdim=True).values).float()
         share = worst / worst.sum(dim=1, keepdim=True)
-        self.scorer.log("negative/worst", rewards.min(dim=1).values)
-        coefficients = -self.scheduled("alpha") * self.size * share
-        return {COEFFICIENTS[NEGATIVE]: self.scorer.by_unit(coefficients, batch["proposal_rewards"])}
+        of_prompts = -self.scheduled("alpha") * shape.extra * share
+        return Weights(extra=self.services.by_unit(of_prompts, units.extra.rewards))
+
+    def observe(self, units, scores, weights, shape):
+        rewards = self.services.by_prompt(units.extra.rewards, shape.extra)
+        self.logs.mean("negative/worst", rewards.min(dim=1).values)
+
+    def source(self, shape):
+        from trl_repulse.engine.sampling import Source
+
+        return Source()
 
 
-def with_own_term(trainer_cls):
-    return type(f"Own{trainer_cls.__name__}", (trainer_cls,), {"build_negative_term": lambda self: WorstAgain(self)})
+def with_own_term(trainer_cls, term=WorstAgain):
+    own = {"build_negative_term": lambda self: term(self.services)}
+    return type(f"Own{trainer_cls.__name__}", (trainer_cls,), own)
 
 
 TERMS = {
@@ -43,61 +53,125 @@ CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
     "trainer_cls", [RePULSeTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer], ids=lambda c: c.__name__
 )
 @pytest.mark.parametrize("term", TERMS)
-def test_the_contract(make, monkeypatch, term, trainer_cls, settings):
+def test_the_contract(make, term, trainer_cls, settings):
     """A prompt's coefficients are at most 0 and sum to −α·K or to 0, carry no gradient, and change nothing that they are made of."""
     options = {"alpha": 0.7, "alpha_normalization": "none", "num_generations": 4} | TERMS[term] | settings
     cls = with_own_term(trainer_cls) if term == "of a user" else trainer_cls
     trainer = make(cls, **options, max_steps=2, save_strategy="steps", save_steps=1)
-    negative, seen = trainer._negative, []
-    weigh = negative.weigh
-
-    def spy(batch, *args):
-        before = {name: value.clone() for name, value in batch.items()}
-        made = weigh(batch, *args)
-        assert all(torch.equal(batch[name], before[name]) for name in before) and len(batch) == len(before)
-        if set(made) & set(COEFFICIENTS.values()):
-            seen.append(made)
-        return made
-
-    monkeypatch.setattr(negative, "weigh", spy)
+    negative = trainer._negative
+    seen = record_weights(negative)
     trainer.train()
     assert seen
-    for made in seen:
+    for _, weights, shape in seen:
         total = 0.0
-        for name, size in zip(COEFFICIENTS.values(), (negative.scorer.num_generations, negative.size), strict=True):
-            if name in made:
-                units = made[name]
-                assert not units.requires_grad and (units <= 0).all()
-                # Each set is divided by its own number of samples in the loss
-                total = total + negative.scorer.by_prompt(units, size).sum(dim=1) / size
+        for name, units in coefficients(weights):
+            size = shape.generations if name == "own" else shape.extra
+            assert not units.requires_grad and (units <= 0).all()
+            # Each set is divided by its own number of samples in the loss
+            total = total + negative.services.by_prompt(units, size).sum(dim=1) / size
         torch.testing.assert_close(total, torch.where(total < 0, -0.7, 0.0))
     assert json.loads(json.dumps(negative.state())) == negative.state()
     if term == "of a user":
         assert any("negative/worst" in log for log in trainer.state.log_history)
 
 
-def test_a_users_term_lowers_what_it_weighs(make, monkeypatch):
+def test_a_users_term_lowers_what_it_weighs(make):
     """Whatever the policy's own samples do in the same step."""
-    weigh, seen, log_p = WorstAgain.weigh, [], []
+    ends, log_p = [], []
 
-    def spy(self, batch, *args):
-        made = weigh(self, batch, *args)
-        seen.append(batch | made)
-        return made
+    def tokens(ids, mask):
+        rows = zip(ids.view(-1, ids.size(-1)), mask.view(-1, mask.size(-1)), strict=True)
+        return [row[kept.bool()].tolist() for row, kept in rows]
 
-    def tokens(batch, name):
-        ids, mask = (batch[f"{name}_{part}"].view(-1, batch[f"{name}_{part}"].size(-1)) for part in ("ids", "mask"))
-        return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-
-    monkeypatch.setattr(WorstAgain, "weigh", spy)
     term = {"proposal": "policy", "target_dist_beta": -2.0, "alpha_normalization": "none"}
     step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "max_grad_norm": 1e9}
     for alpha in (1.0, 1e-9):
         trainer = make(with_own_term(RePULSeTrainer), alpha=alpha, **term, **step)
+        seen = record_weights(trainer._negative)
         trainer.train()
-        prompts, completions = tokens(seen[-1], "prompt"), tokens(seen[-1], "proposal_completion")
+        units, weights, _ = seen[-1]
+        ends.append((units, weights))
+        prompts, completions = tokens(units.prompt_ids, units.prompt_mask), tokens(units.extra.ids, units.extra.mask)
         prompts = [ids for ids in prompts for _ in range(len(completions) // len(prompts))]
         log_p.append(completion_log_probs(trainer.model, prompts, completions)[0])
-    with_term, without = seen
-    assert torch.equal(with_term["proposal_completion_ids"], without["proposal_completion_ids"])
-    assert float((with_term[COEFFICIENTS[NEGATIVE]].cpu().flatten() * (log_p[0] - log_p[1])).sum()) > 0.01
+    (with_term, weights), (without, _) = ends
+    assert torch.equal(with_term.extra.ids, without.extra.ids)
+    assert float((weights.extra.cpu().flatten() * (log_p[0] - log_p[1])).sum()) > 0.01
+
+
+class Shipped(NegativeTermTests):
+    """The shipped tests of one term and trainer."""
+
+    trainer_cls, settings = RePULSeTrainer, {}
+
+    @pytest.fixture(autouse=True)
+    def _make(self, make):
+        self.make = make
+
+    def make_trainer(self, output_dir, **settings):
+        return self.make(self.trainer_cls, output_dir=output_dir, **self.settings | settings)
+
+
+class TestHotPolicy(Shipped):
+    settings = TERMS["hot policy"] | {"proposal_temperature": 2.0}
+
+
+class TestPolicy(Shipped):
+    settings = TERMS["policy"]
+
+
+class TestLearned(Shipped):
+    settings = TERMS["learned"]
+
+
+class TestOfAUser(Shipped):
+    trainer_cls, settings = with_own_term(RePULSeTrainer), TERMS["of a user"]
+
+
+class Mistaken(WorstAgain):
+    """Terms that are wrong in one way each, which one of the shipped tests has to notice."""
+
+
+class Raises(Mistaken):
+    def weigh(self, units, scores, shape):
+        return Weights(extra=-super().weigh(units, scores, shape).extra)
+
+
+class ChangesUnits(Mistaken):
+    def weigh(self, units, scores, shape):
+        units.extra.rewards += 1.0
+        return super().weigh(units, scores, shape)
+
+
+class OfUnitsAlone(Mistaken):
+    def weigh(self, units, scores, shape):
+        rewards = units.extra.rewards
+        worst = (rewards == rewards.min(dim=1, keepdim=True).values).float()
+        return Weights(extra=-worst)
+
+
+class Forgets(Mistaken):
+    calls = 0
+
+    def weigh(self, units, scores, shape):
+        self.calls += 1
+        weights = super().weigh(units, scores, shape)
+        return Weights(extra=weights.extra * self.calls)
+
+
+@pytest.mark.parametrize(
+    ("term", "test", "says"),
+    [
+        (Raises, "test_weights", ""),
+        (ChangesUnits, "test_weights", "changes .*proposal_rewards"),
+        (Raises, "test_gradient", "did not become less probable"),
+        (OfUnitsAlone, "test_processes", "differ"),
+        (Forgets, "test_resume", "differs in the resumed run"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_mistakes_are_noticed(make, tmp_path, term, test, says):
+    tests = Shipped()
+    tests.make, tests.settings, tests.trainer_cls = make, TERMS["of a user"], with_own_term(RePULSeTrainer, term)
+    with pytest.raises(AssertionError, match=says):
+        getattr(tests, test)(tmp_path, *(["whole"] if test == "test_weights" else []))

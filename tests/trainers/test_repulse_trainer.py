@@ -11,6 +11,8 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_repulse import RePULSeConfig, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer, __version__
+from trl_repulse.engine.scoring import Wanted
+from trl_repulse.engine.units import EXTRA, Units
 
 from ..conftest import BAD, USE_CPU, build_model, same_parameters
 
@@ -180,7 +182,8 @@ def test_samples_come_from_the_proposal_and_not_from_the_policy(make, model_dirs
     batch = trainer._generate_and_score_completions(inputs)
     assert (batch["proposal_completion_ids"] == BAD).all()
     assert not (batch["completion_ids"] == BAD).all()
-    log_q = trainer._score(trainer.proposal.engine, batch, ("proposal_completion",), gradient=False).log_p[0]
+    units, wanted = Units.of(batch), Wanted((EXTRA,))
+    log_q = trainer._scoring.score(trainer.proposal.engine, units, trainer.shape, wanted, gradient=False).log_p[EXTRA]
     assert log_q.abs().max() < 1e-3
 
 
@@ -241,7 +244,7 @@ def test_logs(make):
 def test_completions_tables(make, capsys):
     trainer = make(log_completions=True, max_steps=1)
     trainer.train()
-    assert len(trainer._logs["prompt"]) == len(trainer._negative.logs["prompt"]) == 16
+    assert len(trainer._logs["prompt"]) == len(trainer._tables.extra["prompt"]) == 16
     advantages = torch.tensor(list(trainer._logs["advantages"])).view(4, 4)
     rewards = torch.tensor(list(trainer._logs["rewards"]["word_reward"])).view(4, 4)
     torch.testing.assert_close(advantages, rewards - (rewards.sum(1, keepdim=True) - rewards) / 3)

@@ -20,10 +20,9 @@ from ..configs.shared_config import without_secrets
 from ..data._checks import check_eval_batch, check_output_dir
 from ..data._prompts import as_templates_read, check_template_variables, warn_of_template
 from ..data.loading import drop_long_prompts, load_prompts
-from ..engine.base_trainer import BaseTrainer
 from ..engine.preparation import check_loadable
 from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
-from ..engine.scoring import all_with_checks, check_tokenizers
+from ..engine.reward_functions import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.callback import BeforeAfterCallback
 from ..evaluation.plots import plot_training
@@ -31,6 +30,7 @@ from ..evaluation.rare.report import estimate_prob_bad, format_unseen
 from ..evaluation.tracking import TrackingCallback, format_table, write_results
 from ..models._loading import load_model
 from ..rewards.loading import load_reward
+from ..trainers.base_trainer import BaseTrainer
 from ._fields import keep_writing
 from .arguments import TrainingScriptArguments
 

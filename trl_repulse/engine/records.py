@@ -1,4 +1,4 @@
-"""What a run writes for people: tables of completions, negative data, model cards, and the proposal's own repository on the Hub."""
+"""What a run publishes: model cards and the proposal's own repository on the Hub; and the negative data of earlier runs."""
 
 import itertools
 import json
@@ -11,55 +11,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from huggingface_hub import EvalResult, HfApi, ModelCard
-from transformers import is_trackio_available, is_wandb_available
-from transformers.utils import is_rich_available
 
-from .._numbers import is_bad, with_unit
+from .._numbers import with_unit
 from ..configs import NegativeTermConfig
-from ..configs._checks import check_uploads
+from .logs import NEGATIVES
 from .second_model import PROPOSAL_FOLDER
-from .trl_bridge import print_prompt_completions_sample
 
 
 logger = get_logger(__name__)
 
 
-NEGATIVES = "negatives.jsonl"
 EARLIER_NEGATIVES = "negatives-*.jsonl"  # of earlier runs in the same folder
-
-
-def record_samples(trainer: Any, samples: Any, logs: dict[str, Any], source: str) -> None:
-    """
-    Appends samples of all processes to a completions table, with the columns that reward functions logged for them; with
-    `save_negatives`, also the bad ones to the negative data. `source` is `"policy"` or `"proposal"`.
-    """
-    real = trainer._real_rows(len(samples.prompts))
-    prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
-    logs["prompt"].extend(prompts)
-    logs["completion"].extend(completions)
-    for name, column in zip(trainer.reward_func_names, samples.rewards_per_func.T, strict=True):
-        logs["rewards"][name].extend(column[:real].tolist())
-    logs["advantages"].extend([math.nan] * len(prompts))
-
-    pending = trainer._pending_extra_logs  # a column of the same name that a reward function logged stays
-    if len(trainer.reward_func_names) > 1:
-        pending.setdefault("reward", samples.rewards.tolist())
-    if trainer.transforms_rewards:
-        pending.setdefault("reward_transformed", trainer._transform(samples.rewards).tolist())
-
-    # Sorted, so that all processes gather the same column at the same time
-    for column in sorted(set(gather_object(list(pending)))):
-        values = pending.get(column, [None] * len(samples.prompts))
-        logs["extra"][column].extend(gather_object(values)[:real])
-    pending.clear()
-
-    if trainer.args.save_negatives and trainer.model.training:
-        append_negatives(trainer, source, prompts, completions, trainer.accelerator.gather(samples.rewards))
 
 
 def set_negatives_aside(output_dir: str) -> None:
@@ -74,63 +39,6 @@ def set_negatives_aside(output_dir: str) -> None:
         "%s is of an earlier run and is now %s: this run writes its own. To resume the earlier run, first move it back.",
         *(path, aside),
     )
-
-
-def append_negatives(trainer: Any, source: str, prompts: list, completions: list, rewards: torch.Tensor) -> None:
-    """Appends the bad ones among completions of all processes to the negative data, in the main process; `rewards` (B_all,) may be NaN."""
-    if not trainer.accelerator.is_main_process:
-        return
-    rows = zip(prompts, completions, rewards.tolist(), trainer._transform(rewards).tolist(), strict=True)
-    path = Path(trainer.args.output_dir) / NEGATIVES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for prompt, completion, reward, transformed in rows:
-            if is_bad(reward, trainer.args.bad_reward_threshold):
-                row = {"step": trainer.state.global_step, "source": source}
-                row |= {"prompt": prompt, "completion": completion, "reward": reward}
-                if trainer.transforms_rewards:
-                    row["reward_transformed"] = transformed
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def record_advantages(trainer: Any, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
-    """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows."""
-    if not trainer.log_completions:
-        return
-    rows = trainer.accelerator.gather(rows.flatten()).view(trainer.accelerator.num_processes, -1)
-    advantages = trainer.accelerator.gather(advantages.flatten()).view_as(rows)
-    column = trainer._logs["advantages"]
-    start = len(column) - trainer._real_rows(local)
-    for process in range(trainer.accelerator.num_processes):
-        for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
-            place = start + process * local + row
-            if 0 <= place < len(column):  # a batch of evaluation can be longer than what is kept, or filled up
-                column[place] = advantage
-
-
-def show_completions(trainer: Any, logs: dict[str, Any], name: str) -> None:
-    """Prints a completions table and logs it as `name` to wandb and trackio if the run reports to them, as TRL does."""
-    if not (trainer.accelerator.is_main_process and trainer.log_completions) or not logs["prompt"]:
-        return
-    step = trainer.state.global_step
-    if is_rich_available():
-        extra = {"model": [name.split("_")[0]] * len(logs["prompt"]), **logs["extra"]}
-        shown = logs["prompt"], logs["completion"], logs["rewards"], None, step, trainer.num_completions_to_print
-        print_prompt_completions_sample(*shown, extra=extra)
-    columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
-    table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
-    if trainer.log_unique_prompts:
-        table = table[~table["prompt"].astype(str).duplicated()]
-    report_to = trainer.args.report_to or []
-    if "wandb" in report_to and is_wandb_available():
-        import wandb
-
-        if wandb.run is not None:
-            wandb.log({name: wandb.Table(dataframe=table)})
-    if "trackio" in report_to and is_trackio_available():
-        import trackio
-
-        trackio.log({name: trackio.Table(dataframe=table)})
 
 
 # Cited in the model cards of trainers with a negative term, and of its baseline
@@ -231,8 +139,8 @@ def amend_model_card(trainer: Any) -> None:
     settings["mixed_precision"] = trainer.accelerator.mixed_precision
     if trainer.bad_reward_threshold is not None:
         settings["bad_reward_threshold"] = trainer.bad_reward_threshold
-    if getattr(trainer, "_constraint", None) is not None:
-        settings["constraint/multiplier"] = f"{trainer._constraint.multiplier:.4g} at the end"
+    if trainer.constraint is not None:
+        settings["constraint/multiplier"] = f"{trainer.constraint.multiplier:.4g} at the end"
     added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
     added += f"\n### Limits\n\n{_LIMITS}\n\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
@@ -294,78 +202,40 @@ def write_proposal_card(directory: Path, policy: str, started_from: str, args: N
     (directory / "README.md").write_text(text, encoding="utf-8")
 
 
-class ProposalUploads:
-    """Mixin before a trainer with a proposal: `push_proposal_to_hub` and `hub_proposal_model_id`."""
+def make_proposal_repository(args: Any, policy: str, token: str | None) -> str:
+    """
+    Makes the private repository of a proposal on the Hub and returns its id; `policy` is the policy's.
 
-    def create_accelerator_and_postprocess(self) -> None:
-        if self.args.has_proposal:
-            check_uploads(self.args)  # the trackers are built next
-        super().create_accelerator_and_postprocess()
+    Raises:
+        `ValueError`: If it is the policy's repository, or exists and is not private.
+    """
+    api = _proposal_api(args, token)
+    name = args.hub_proposal_model_id or f"{policy}-proposal"
+    repository = api.create_repo(name, private=True, exist_ok=True).repo_id
+    if repository.lower() == policy.lower():
+        raise ValueError(
+            f"`hub_proposal_model_id={name!r}` is the policy's repository; name another, or leave it unset."
+        )
+    _require_private(api, repository)
+    return repository
 
-    def train(self, *args: Any, **kwargs: Any):
-        """As [`ReinforceTrainer.train`]; refuses trackers that would upload the proposal."""
-        if self.args.has_proposal:
-            check_uploads(self.args)
-        return super().train(*args, **kwargs)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` also makes the proposal's repository. Raises a
-        `ValueError` if that is the policy's, or exists and is not private.
-        """
-        super().init_hf_repo(token, private)
-        if not self._pushes_proposal():
-            return
-        api = self._proposal_api(token)
-        name = self.args.hub_proposal_model_id or f"{self.hub_model_id}-proposal"
-        self.hub_proposal_model_id = api.create_repo(name, private=True, exist_ok=True).repo_id
-        if self.hub_proposal_model_id.lower() == self.hub_model_id.lower():
-            raise ValueError(
-                f"`hub_proposal_model_id={name!r}` is the policy's repository; name another, or leave it unset."
-            )
-        self._require_private(api)
+def upload_proposal(args: Any, repository: str, token: str | None, commit_message: str | None) -> None:
+    """Uploads the saved proposal to its repository, which may have been made public since training began: then a `ValueError`."""
+    api = _proposal_api(args, token)
+    _require_private(api, repository)
+    folder = Path(args.output_dir) / PROPOSAL_FOLDER
+    api.upload_folder(repo_id=repository, folder_path=folder, commit_message=commit_message)
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        Uploads the policy as [`~transformers.Trainer.push_to_hub`] does, without the proposal and the negative data.
 
-        With `push_proposal_to_hub=True` the final proposal is then uploaded to the main branch of its own repository, and the call waits
-        for it. `blocking`, `revision` and `private` concern the policy alone.
+def _proposal_api(args: Any, token: str | None) -> HfApi:
+    token = args.hub_token if token is None else token
+    return HfApi(token=token, library_name="trl-repulse", library_version=version("trl-repulse"))
 
-        Raises:
-            `ValueError`: If the proposal's repository is not private, or a tracker would upload the proposal's completions.
-        """
-        if self.args.has_proposal:
-            check_uploads(self.args, pushing=True)
-        pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
-        if self._pushes_proposal():
-            api = self._proposal_api(token)
-            self._require_private(api)  # it may have been made public since training began
-            api.upload_folder(
-                repo_id=self.hub_proposal_model_id,
-                folder_path=Path(self.args.output_dir) / PROPOSAL_FOLDER,
-                commit_message=commit_message,
-            )
-        return pushed
 
-    def _pushes_proposal(self) -> bool:
-        return self.args.has_proposal and self.args.push_proposal_to_hub and self.is_world_process_zero()
-
-    def _proposal_api(self, token: str | None) -> HfApi:
-        token = self.args.hub_token if token is None else token
-        return HfApi(token=token, library_name="trl-repulse", library_version=version("trl-repulse"))
-
-    def _require_private(self, api: HfApi) -> None:
-        if api.repo_info(self.hub_proposal_model_id).private is not True:
-            raise ValueError(
-                f"The repository {self.hub_proposal_model_id} is not private, and a proposal is not for the public: make "
-                "it private, or choose another as `hub_proposal_model_id`. Nothing of the proposal was uploaded."
-            )
+def _require_private(api: HfApi, repository: str) -> None:
+    if api.repo_info(repository).private is not True:
+        raise ValueError(
+            f"The repository {repository} is not private, and a proposal is not for the public: make "
+            "it private, or choose another as `hub_proposal_model_id`. Nothing of the proposal was uploaded."
+        )

@@ -194,7 +194,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
             tensors |= {f"{i}.{name}": value.detach().cpu().clone() for name, value in of_batch.items()}
             rest.append({name: value for name, value in batch.items() if name not in of_batch})
     negatives = Path(trainer.args.output_dir) / NEGATIVES
-    negative = getattr(trainer, "_negative", None)
+    negative = trainer._negative
     if negative is not None:
         tensors |= {f"{_NEGATIVE_TERM}.{name}": x.cpu() for name, x in negative.tensors().items()}
     position = {
@@ -204,7 +204,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
         _NEGATIVE_TERM: None if negative is None else negative.state(),
-        "constraint": None if trainer._constraint is None else trainer._constraint.state(),
+        "constraint": None if trainer.constraint is None else trainer.constraint.state(),
         "settings": _settings(trainer),
         "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
     }
@@ -222,8 +222,8 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     position = json.loads((checkpoint / f"position-{rank}.json").read_text(encoding="utf-8"))
     trainer._step = position["step"]
     trainer._conversation = (position["prompt"] or {}).get("messages")
-    if trainer._constraint is not None and position["constraint"] is not None:
-        trainer._constraint.load_state(position["constraint"])
+    if trainer.constraint is not None and position["constraint"] is not None:
+        trainer.constraint.load_state(position["constraint"])
     batches = [dict(batch) for batch in position["buffer"] or ()]
     tensors: dict[str, torch.Tensor] = {}
     for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
@@ -234,7 +234,7 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
             batches[int(where)][name] = value.to(trainer.accelerator.device)
     if position["buffer"] is not None:
         trainer._buffered_inputs = batches
-    negative = getattr(trainer, "_negative", None)
+    negative = trainer._negative
     if negative is not None and position[_NEGATIVE_TERM] is not None:
         negative.load_state(position[_NEGATIVE_TERM], tensors)
     negatives = Path(trainer.args.output_dir) / NEGATIVES
@@ -271,12 +271,12 @@ def _settings(trainer: Any) -> dict[str, Any]:
         for name, value in trainer.args.to_dict().items()
         if name in compared or not (name in shared or _FREE.fullmatch(name))
     }
-    decides = settings.get("potential") == "indicator" or trainer._constraint is not None
+    decides = settings.get("potential") == "indicator" or trainer.constraint is not None
     if not (decides or getattr(trainer.args, "draws_hot", False)):  # it only serves a metric
         settings.pop("bad_reward_threshold", None)
     if not trainer.args.sync_ref_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("ref_model_")}
-    second = list(trainer._second_models.values())
+    second = list(trainer.second_models.values())
     settings["second model"] = " and ".join(type(model).__name__ for model in second) or None
     settings["model"] = trainer.model.config._name_or_path
     settings["reward functions"] = trainer.reward_func_names

@@ -1,15 +1,13 @@
-"""Scores of completions: log-probabilities by models, at the positions they were generated at, and rewards by a user's functions.
+"""Log-probabilities of completions under models, at the positions they were generated at.
 
 Axis letters: U units of a prompt, n completions of a set in a unit, C = Σn of all sets, T completion tokens, R rows of a pass with
 k completions each. It stands on TRL's fused head; other dependencies on TRL are in `engine/trl_bridge.py`.
 """
 
-import contextlib
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,22 +15,16 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from .._errors import RAISED_BY
-from ..data._checks import ALWAYS_PASSED
 from ..generation._batches import without_padding
 from ..generation._probe import Guard
 from ..generation._samplers import Sampler
 from ..models._adapters import takes
-from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
-from ..models._loading import load_model, load_tokenizer
-from ..models._model_checks import check_reward_model, check_reward_tokens, check_separate
-from ..rewards._texts import read_rewards
-from ..rewards.loading import check_classifier
-from .trl_bridge import add_fused_lm_head, is_async_callable, scored_in_small_tiles, split_tensor_dict
+from .trl_bridge import add_fused_lm_head, disable_gradient_checkpointing, scored_in_small_tiles, split_tensor_dict
+from .units import OWN, CompletionSet, Shape, Units
 
 
 class Scores(NamedTuple):
@@ -46,9 +38,14 @@ class Scores(NamedTuple):
 
 class BySampler:
     """
-    Asks a scoring pass for log-probabilities of the `wanted` completions (R·k,) by another `sampler`, and holds them afterwards. `labels`
-    (R·k, T + 1) are their tokens, −100 where they do not count. DDP, FSDP and DeepSpeed pass a plain class on unchanged; FSDP copies a
-    dataclass.
+    Requests log-probabilities under a second sampler from a scoring pass and stores them.
+
+    DDP, FSDP and DeepSpeed pass a plain class on unchanged; FSDP copies a dataclass.
+
+    Args:
+        sampler ([`Sampler`]): The second sampler.
+        labels (`torch.Tensor` of shape `(R·k, T + 1)`): Tokens of the completions, −100 where they do not count.
+        wanted (`torch.Tensor` of shape `(R·k,)`): Which completions to score.
     """
 
     def __init__(self, sampler: Sampler, labels: torch.Tensor, wanted: torch.Tensor):
@@ -101,8 +98,8 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
     """
     Readies a model with a head, not wrapped by PEFT, for passes over rows of a [`Layout`], by hooks on it and on its backbone.
 
-    Three things are put right on scoring passes, which are told by a `layout`, and the first on all of the fused head
-    (`fused_lm_head=True`), which was added with the same `cast_lm_head_to_fp32`:
+    Fixes three things in scoring passes (those with a `layout`); the first in every pass through the fused head
+    (`fused_lm_head=True`), which must have been added with the same `cast_lm_head_to_fp32`:
 
     - Positions count from the first token that is not padding, as in generation. TRL (1.16) scores left-padded rows without
       `position_ids`: absolute positions (GPT-2) then depend on the padding, and log-probabilities are not those of the sampling.
@@ -243,6 +240,49 @@ Masks = dict[str, torch.Tensor]  # of sets, by name: (U, n)
 
 
 @dataclass
+class Wanted:
+    """
+    What a pass has to score of the policy's samples and of extra ones.
+
+    Args:
+        sets (`tuple[str, ...]`): Names of the sets.
+        needed (`dict[str, torch.Tensor]`): For a set, a mask `(U, n)` of the completions to score, by default all. Others are not read,
+            but for one where nothing is needed, and their scores are 0.
+        sampler ([`Sampler`], *optional*): A second sampler to score under, without gradient.
+        by_sampler (`dict[str, torch.Tensor]`): For a set, a mask `(U, n)` of the completions to score under `sampler`; others have 0.
+    """
+
+    sets: tuple[str, ...] = (OWN,)
+    needed: Masks = field(default_factory=dict)
+    sampler: Sampler | None = None
+    by_sampler: Masks = field(default_factory=dict)
+
+
+@dataclass
+class SetScores:
+    """
+    Log-probabilities (nats) of a micro-batch's samples, `(U, n, T)`.
+
+    Args:
+        log_p (`dict[str, torch.Tensor]`): By set, of all tokens that are attended to.
+        entropy (`torch.Tensor` of shape `(U, n, T)`, *optional*): Entropy (nats) at the tokens of the first set.
+        aux_loss (`torch.Tensor`, *optional*): Load-balancing loss of a mixture-of-experts model.
+        by_sampler (`dict[str, torch.Tensor]`): By set, log-probabilities under a second sampler, detached.
+        proposal (`torch.Tensor` of shape `(U, m, T)`, *optional*): Of the extra samples under a proposal as it is now.
+    """
+
+    log_p: dict[str, torch.Tensor] = field(default_factory=dict)
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+    by_sampler: dict[str, torch.Tensor] = field(default_factory=dict)
+    proposal: torch.Tensor | None = None
+
+    def of(self, which: str, samples: CompletionSet) -> torch.Tensor:
+        """Detached log-probabilities of a set under the policy that was sampled: as stored, or else those of this pass."""
+        return self.log_p[which].detach() if samples.log_p is None else samples.log_p
+
+
+@dataclass
 class CompletionSets:
     """Sets of completions to the same prompts side by side, as a pass reads them, and the way back to each set for its scores."""
 
@@ -256,26 +296,21 @@ class CompletionSets:
 
     @classmethod
     def of(
-        cls,
-        batch: dict[str, torch.Tensor],
-        names: Sequence[str],
-        pad_token_id: int,
-        needed: Masks,
-        asked: Masks | None,
+        cls, sets: dict[str, CompletionSet], pad_token_id: int, needed: Masks, asked: Masks | None
     ) -> "CompletionSets":
-        """The sets `names` of a batch. `needed` and `asked` have a mask for each set of which not all completions count."""
-        shapes = [(batch[f"{name}_ids"].size(1), batch[f"{name}_ids"].size(2)) for name in names]
+        """Sets by name. `needed` and `asked` have a mask for each set of which not all completions count."""
+        shapes = [(x.ids.size(1), x.ids.size(2)) for x in sets.values()]
         width = max(length for _, length in shapes)
 
         def joined(parts: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
 
-        ids = joined([batch[f"{name}_ids"] for name in names], pad_token_id)
-        mask = joined([batch.get(f"{name}_attended", batch[f"{name}_mask"]) for name in names], 0)
+        ids = joined([x.ids for x in sets.values()], pad_token_id)
+        mask = joined([x.read for x in sets.values()], 0)
 
         def of_all(masks: Masks) -> torch.Tensor:
             every = [ids.new_ones((len(ids), n), dtype=torch.bool) for n, _ in shapes]
-            return torch.cat([masks.get(name, part) for name, part in zip(names, every, strict=True)], dim=1)
+            return torch.cat([masks.get(name, part) for name, part in zip(sets, every, strict=True)], dim=1)
 
         return cls(ids, mask, of_all(needed), None if asked is None else of_all(asked), shapes)
 
@@ -320,41 +355,131 @@ class CompletionSets:
         return [part[..., :length] for part, (_, length) in zip(parts, self.shapes, strict=True)]
 
 
-class RowLayouts:
-    """Mixin before [`~trl.GRPOTrainer`]: completions laid out in rows, as [`~trl_repulse.generation._probe.Guard`] allows."""
+class Scoring:
+    """
+    Scores completions with models, laid out in rows as [`~trl_repulse.generation._probe.Guard`] allows.
 
-    _guard = Guard()  # what keeps sampling and scoring right for all models
+    Methods are collective calls where processes share weights.
 
-    def _whole(self, mode: str) -> bool:
-        """Whether a unit holds all of the policy's samples of its prompt."""
-        return False
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
+        args ([`~transformers.TrainingArguments`]): The trainer's configuration.
+        pad_token_id (`int`): Padding of completions.
+        hidden_size (`int`): Width of the policy, by which rows are compared.
+        aux_loss (`bool`): Whether passes with gradient have the load-balancing loss of a mixture-of-experts model.
+        passes_together (`bool`): Whether processes share weights, so that all make the same passes.
+    """
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """As TRL's; the rows of each update are sorted by prompt, or those of each micro-batch where that is what a loss is made of."""
-        before, args = self._buffered_inputs, self.args
-        inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is before or not self._guard.share_prompts or self._whole("train"):
-            return inputs
-        # Of these losses, each micro-batch has a mean or a quantile of its own
-        alone = args.loss_type == "bnpo" or args.top_entropy_quantile < 1
-        alone = alone or self._entropy_bonus_enabled or self.aux_loss_enabled
-        size = 1 if alone else math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-        groups = [self._buffered_inputs[i : i + size] for i in range(0, args.steps_per_generation, size)]
-        self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
-        return self._buffered_inputs[self._step % args.steps_per_generation]
+    guard = Guard()  # what keeps passes right for all models, found at set-up
 
-    def _micro_batch_size(self) -> int:
-        return self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: Any,
+        pad_token_id: int,
+        hidden_size: int,
+        aux_loss: bool,
+        passes_together: bool,
+    ):
+        self._accelerator, self._args, self.passes_together = accelerator, args, passes_together
+        self._pad_token_id, self._hidden_size, self._aux_loss = pad_token_id, hidden_size, aux_loss
 
-    def _layout(self, prompt: int, width: int, completions: int) -> Layout:
+    def score(
+        self, model: nn.Module, units: Units, shape: Shape, wanted: Wanted | None = None, gradient: bool = True
+    ) -> SetScores:
+        """
+        Log-probabilities of sets of completions to the same prompts, in one forward pass.
+
+        Args:
+            model (`torch.nn.Module`): Model to score with.
+            units ([`Units`]): Prompts and samples.
+            shape ([`Shape`]): How the batch is cut.
+            wanted ([`Wanted`], *optional*): What to score, by default the policy's samples.
+            gradient (`bool`): Whether the pass carries gradient. Without, there are several, as for micro-batches of their own.
+        """
+        wanted = wanted or Wanted()
+        sets = {name: units.sets()[name] for name in wanted.sets}
+        joined = CompletionSets.of(
+            sets, self._pad_token_id, wanted.needed, None if wanted.sampler is None else wanted.by_sampler
+        )
+        prompts = self._prompts_of(units, sets)
+        length, shared = prompts[0].size(1), len(prompts[0]) == len(joined.ids)  # or a prompt for each completion
+        # Of a micro-batch, with what is drawn beside the policy's samples
+        size = shape.micro_batch * joined.completions // min(n for n, _ in joined.shapes)
+        if not shape.whole:
+            of_units = prompts if shared else None
+            joint = self.neighbours(of_units, joined.width, joined.completions, None if gradient else size)
+            if joint > 1:
+                prompts = [x[::joint] for x in prompts]
+                joined.join(joint)
+        layout = Layout(length, joined.width, 1)
+        if shared and not wanted.needed:
+            layout = self.layout(length, joined.width, joined.completions)
+        elif shared:
+            layout, slots = self._layout_for(length, joined.width, joined.read)
+            joined.keep_needed(slots)
+        rows = joined.rows(layout, prompts)
+        reader = self._reader(model, layout, bool(wanted.needed), wanted.sampler, gradient)
+        if gradient:
+            log_p, entropy, aux_loss, other_log_p = self.by_length(reader, *rows)
+        else:
+            with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
+                log_p, _, _, other_log_p = self.in_passes(reader, layout, len(joined.ids), size, *rows)
+            entropy = aux_loss = None
+
+        def by_name(scores: torch.Tensor | None) -> dict[str, torch.Tensor]:
+            return {} if scores is None else dict(zip(sets, joined.split(scores), strict=True))
+
+        entropy = None if entropy is None else joined.split(entropy)[0]
+        return SetScores(by_name(log_p), entropy, aux_loss, by_name(other_log_p))
+
+    def _reader(
+        self, model: nn.Module, layout: Layout, leave_out: bool, sampler: Sampler | None, gradient: bool
+    ) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+        """
+        A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `leave_out`, it skips completions
+        that are not needed if each has a row of its own.
+        """
+        aux_loss = gradient and self._aux_loss
+
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
+            cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
+            if sampler is not None and self.guard.fused_head:
+                other = sampler, asked[0].flatten()
+                return token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss, *other)
+            scores = token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss)
+            if sampler is None:
+                return scores
+            return scores._replace(by_sampler=sampler_log_probs(model, self._accelerator, ids, mask, cut, sampler))
+
+        def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *asked: torch.Tensor) -> tuple:
+            if not leave_out or layout.count > 1:
+                return log_probs(ids, mask, *asked)
+            return needed_rows(log_probs, needed.squeeze(1), ids, mask, *asked)
+
+        return of_rows
+
+    def _prompts_of(self, units: Units, sets: dict[str, CompletionSet]) -> list[torch.Tensor]:
+        """Tokens and mask of the prompts of sets: `(U, L)`, or where a set has its own, one for each completion, `(U·Σn, L)`."""
+        shared = [units.prompt_ids, units.prompt_mask]
+        if all(samples.prompt_ids is None for samples in sets.values()):
+            return shared
+        joined = []
+        for common, name, value in zip(shared, ("prompt_ids", "prompt_mask"), (self._pad_token_id, 0), strict=True):
+            parts = []
+            for samples in sets.values():
+                own = getattr(samples, name)
+                parts.append(common.unsqueeze(1).expand(-1, samples.ids.size(1), -1) if own is None else own)
+            length = max(part.size(2) for part in parts)
+            parts = [F.pad(part, (length - part.size(2), 0), value=value) for part in parts]
+            joined.append(torch.cat(parts, dim=1).flatten(0, 1))
+        return joined
+
+    def layout(self, prompt: int, width: int, completions: int) -> Layout:
         """How `completions` of `width` tokens to each prompt of `prompt` tokens are laid out in rows."""
-        if not self._guard.share_prompts:
+        if not self.guard.share_prompts:
             return Layout(prompt, width, 1)
-        return Layout.cheapest(prompt, width, completions, self._hidden_size, self._guard.longest_row)
-
-    @property
-    def _hidden_size(self) -> int:
-        return self.model.config.get_text_config().hidden_size
+        return Layout.cheapest(prompt, width, completions, self._hidden_size, self.guard.longest_row)
 
     def _layout_for(self, prompt: int, width: int, needed: torch.Tensor) -> tuple[Layout, int]:
         """
@@ -362,10 +487,10 @@ class RowLayouts:
         as many as the most that a unit needs, or some more if these fill rows. All n where prompts are not shared.
         """
         most = needed.size(1)
-        if not self._guard.share_prompts:
+        if not self.guard.share_prompts:
             return Layout(prompt, width, 1), most
         largest, average = torch.stack([needed.sum(dim=1).max(), needed.sum(dim=1).float().mean()]).tolist()
-        size, longest = self._hidden_size, self._guard.longest_row
+        size, longest = self._hidden_size, self.guard.longest_row
 
         def cost(found: tuple[Layout, int]) -> float:
             layout, slots = found
@@ -374,7 +499,7 @@ class RowLayouts:
         slots = range(max(1, int(largest)), most + 1)
         return min(((Layout.cheapest(prompt, width, k, size, longest), k) for k in slots), key=cost)
 
-    def _neighbours(
+    def neighbours(
         self, prompts: Sequence[torch.Tensor] | None, width: int, completions: int, in_passes: int | None
     ) -> int:
         """
@@ -387,9 +512,9 @@ class RowLayouts:
                 completions of a unit have prompts of their own.
             width (`int`): T.
             completions (`int`): Of a unit.
-            in_passes (`int`, *optional*): The micro-batch that limits passes, as in [`_in_passes`]; `None` for a single pass.
+            in_passes (`int`, *optional*): The micro-batch that limits passes, as in [`in_passes`]; `None` for a single pass.
         """
-        if not self._guard.share_prompts:
+        if not self.guard.share_prompts:
             return 1
         run = most = 1
         if prompts is not None:
@@ -400,12 +525,12 @@ class RowLayouts:
                 length = prompts[0].size(1)
                 room = (in_passes * (length + width) - length) // max(width, 1)
                 most = max(1, min(room, 2 * in_passes) // completions)
-        if in_passes is not None and self._passes_together:
-            found = self.accelerator.gather(torch.tensor([[run, most]], device=self.accelerator.device)).tolist()
+        if in_passes is not None and self.passes_together:
+            found = self._accelerator.gather(torch.tensor([[run, most]], device=self._accelerator.device)).tolist()
             run, most = math.gcd(*(x for x, _ in found)), min(x for _, x in found)
         return max(count for count in range(1, min(run, most) + 1) if run % count == 0)
 
-    def _in_passes(
+    def in_passes(
         self,
         score: Callable[..., tuple[torch.Tensor | None, ...]],
         layout: Layout,
@@ -419,26 +544,21 @@ class RowLayouts:
         one row. A collective call where processes share weights and so make the same number of passes: no more than they have `units`.
         """
         at_once = size
-        if self._guard.share_prompts:
+        if self.guard.share_prompts:
             tokens, row = size * (layout.prompt + layout.width), layout.prompt + layout.count * layout.width
             at_once = max(1, min(tokens // row, 2 * size // layout.count))
         passes = math.ceil(len(rows[0]) / at_once)
-        if self._guard.share_prompts and self._passes_together:
-            passes = torch.tensor([passes], device=self.accelerator.device)
-            passes = min(int(self.accelerator.gather(passes).max()), units)
+        if self.guard.share_prompts and self.passes_together:
+            passes = torch.tensor([passes], device=self._accelerator.device)
+            passes = min(int(self._accelerator.gather(passes).max()), units)
         chunks = zip(*(x.tensor_split(passes) for x in rows), strict=True)
-        parts = zip(*(self._by_length(score, *chunk) for chunk in chunks), strict=True)
+        parts = zip(*(self.by_length(score, *chunk) for chunk in chunks), strict=True)
         return tuple(
             None if values[0] is None else torch.cat(values) if values[0].dim() else torch.stack(values).mean()
             for values in parts
         )
 
-    @property
-    def _passes_together(self) -> bool:
-        """Whether processes share weights, so that all make the same passes."""
-        return self.is_fsdp_enabled or zero_stage(self.accelerator) == 3
-
-    def _in_rows(
+    def in_rows(
         self,
         score: Callable[[torch.Tensor, torch.Tensor, Layout], tuple[torch.Tensor | None, ...]],
         input_ids: torch.Tensor,
@@ -452,8 +572,8 @@ class RowLayouts:
         """
         length = input_ids.size(1) - width
         prompts = [x[:, :length] for x in (input_ids, attention_mask)]
-        n = self._neighbours(prompts, width, 1, size)
-        layout = self._layout(length, width, n)
+        n = self.neighbours(prompts, width, 1, size)
+        layout = self.layout(length, width, n)
         completions = [x[:, length:].reshape(-1, n, width) for x in (input_ids, attention_mask)]
         rows = [layout.rows(x[::n], y) for x, y in zip(prompts, completions, strict=True)]
 
@@ -461,10 +581,10 @@ class RowLayouts:
             return score(ids, mask, replace(layout, prompt=ids.size(1) - layout.count * width))
 
         if size is None:
-            return self._by_length(of_rows, *rows)
-        return self._in_passes(of_rows, layout, len(input_ids) // n, size, *rows)
+            return self.by_length(of_rows, *rows)
+        return self.in_passes(of_rows, layout, len(input_ids) // n, size, *rows)
 
-    def _by_length(
+    def by_length(
         self,
         score: Callable[..., tuple[torch.Tensor | None, ...]],
         input_ids: torch.Tensor,
@@ -475,9 +595,9 @@ class RowLayouts:
         What `score` makes of rows (B, L + T), their mask and whatever else there is of each row: all at once, or by prompt length
         if a model reads padding.
         """
-        if not self._guard.score_by_length:
+        if not self.guard.score_by_length:
             return score(input_ids, attention_mask, *more)
-        if self.accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:
+        if self._accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:
             raise ValueError(
                 "Prompts of different lengths are scored in passes of their own, since the model reads padding, and several "
                 "processes cannot make different numbers of passes; use prompts of one length, or one process."
@@ -492,130 +612,3 @@ def by_prompt(batches: list[dict[str, torch.Tensor | None]]) -> list[dict[str, t
     prompts = torch.stack([rows["prompt_ids"], rows["prompt_mask"]], dim=2)
     order = prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
     return split_tensor_dict(batches[0] | {name: x[order] for name, x in rows.items()}, len(batches))
-
-
-RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
-
-
-def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArguments) -> tuple[list[Any], list[Any]]:
-    """
-    `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths, loaded as TRL (1.16)
-    does. TRL would train for the random numbers of a head that a checkpoint lacks.
-
-    Raises:
-        `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label, or a function does not take what
-            it is called with.
-    """
-    functions = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-    own = list(tokenizers) if isinstance(tokenizers, list) else [tokenizers]
-    if tokenizers is None:
-        own = [None] * len(functions)
-    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    if args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
-        options["device_map"] = None
-    for function in functions:
-        if isinstance(function, str):
-            check_classifier(function, "reward_funcs", options.get("revision"))
-        elif not isinstance(function, nn.Module):
-            _check_parameters(function)
-    for i, function in enumerate(functions):
-        if isinstance(function, str):
-            functions[i] = load_model(
-                AutoModelForSequenceClassification, function, "reward model", num_labels=1, **options
-            )
-            if i < len(own) and own[i] is None:
-                named = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
-                own[i] = load_tokenizer(function, "reward model", **named)
-        if isinstance(function, nn.Module):
-            check_reward_model(function, f"`reward_funcs[{i}]`")
-    check_tokenizers(functions, own)
-    return functions, own
-
-
-def check_tokenizers(functions: list[Any], tokenizers: list[Any]) -> None:
-    """Refuses reward models with fewer embeddings than their tokenizers have tokens; one without a tokenizer yet passes."""
-    for i, (function, tokenizer) in enumerate(zip(functions, tokenizers, strict=False)):
-        if isinstance(function, nn.Module):
-            check_reward_tokens(function, tokenizer, f"`reward_funcs[{i}]`")
-
-
-def _check_parameters(function: Callable[..., Any]) -> None:
-    """Refuses a function that TRL (1.16) cannot call: it passes these names, and each column of the data set."""
-    try:
-        # Of what is called: a decorator may take what the function that it names does not
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-    except (TypeError, ValueError):  # one of C, which cannot be asked
-        return
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return
-    missing = [name for name in ALWAYS_PASSED if name not in parameters]
-    if missing:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
-            f"The reward function '{name}' does not take `{'`, `'.join(missing)}`, which trainers pass by name; add `**kwargs` to its "
-            "parameters."
-        )
-
-
-def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: bool) -> None:
-    """
-    Refuses reward models that share layers or trained weights with a model, called by its `label`; a path or `None` shares nothing. It
-    may be `trained` itself, or by an adapter yet to be made.
-    """
-    if not isinstance(model, nn.Module):
-        return
-    for i, reward in enumerate(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]):
-        if isinstance(reward, nn.Module):
-            remedy = "load the reward model by itself."
-            check_separate(reward, f"`reward_funcs[{i}]`", model, label, (False, trained), remedy)
-
-
-def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
-    """Reward functions as [`with_checks`] makes them, by their names in the metrics; models are left as they are."""
-    named = zip(functions, names, strict=True)
-    return [each if isinstance(each, nn.Module) else with_checks(each, name) for each, name in named]
-
-
-def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """
-    A reward function whose errors name it, as it is called in the metrics; asynchronous if it was.
-
-    TRL (1.16) takes NaN for `None`: a division by zero would silently leave samples out, or count as 0 beside other functions. This one
-    returns a list of numbers and `None`, and raises `ValueError` for anything else; an error of the function itself gets a note with the
-    name. Each call gets lists of its own.
-    """
-    where = f"The reward function '{name}'"
-    if is_async_callable(function):
-
-        async def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = await function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
-
-    else:
-
-        def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
-
-    checked.__name__ = name
-    checked.unchecked = function
-    return checked
-
-
-def _own(value: Any) -> Any:
-    """The same value in lists and dictionaries of its own."""
-    if isinstance(value, dict):
-        return {key: _own(each) for key, each in value.items()}
-    return [_own(each) for each in value] if isinstance(value, list) else value
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Adds the function's name to an error. The function is not called again to find the completion: it may count, or cost, its calls."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"{RAISED_BY} '{name}'.")
-        raise

@@ -54,6 +54,8 @@ from .trl_bridge import create_model_from_path, disable_dropout, get_config_mode
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
+    from .logs import Logs
+
 
 logger = get_logger(__name__)
 
@@ -73,8 +75,8 @@ class SecondModel:
     """
     A model that is trained together with a TRL trainer's own: its engine, optimizer, schedule, clipping, saving and loading.
 
-    The trainer calls [`prepare`] once training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], and [`step`]
-    and [`step_schedule`] for each update.
+    The trainer calls [`prepare`] once training is set up, [`backward`] for each micro-batch inside [`gradient_sync`], and [`update`]
+    for each update.
 
     Args:
         module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`): Model to train. Moved to the accelerator's device.
@@ -194,6 +196,13 @@ class SecondModel:
         self.optimizer.zero_grad(set_to_none=True)
         return _fsdp.whole(norm).item()
 
+    def update(self, logs: "Logs", name: str, advance_schedule: bool = True) -> None:
+        """[`step`] and [`step_schedule`], with learning rate and gradient norm in the logs under `name`."""
+        logs.value(f"{name}/learning_rate", self.optimizer.param_groups[0]["lr"])
+        logs.value(f"{name}/grad_norm", self.step())
+        if advance_schedule:
+            self.step_schedule()
+
     def step_schedule(self) -> None:
         """Advances the learning rate schedule, unless the last step was skipped."""
         if not self._step_was_skipped:
@@ -287,54 +296,23 @@ def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-class SecondModels:
-    """Mixin before a TRL trainer that prepares, updates, saves and loads second models with the policy."""
+def prepare_second_models(trainer: Any, num_training_steps: int, checkpoint: Path | None) -> None:
+    """
+    Wraps a trainer's second models for training, and restores them from a checkpoint.
 
-    _second_models: dict[str, SecondModel] = {}  # by folder; a trainer sets its own
-
-    def _update_second(self, folder: str, advance_schedule: bool = True) -> None:
-        """Updates a second model with the gradient it has, and logs learning rate and norm."""
-        model, metrics = self._second_models[folder], self._metrics["train"]
-        metrics[f"{folder}/learning_rate"].append(model.optimizer.param_groups[0]["lr"])
-        metrics[f"{folder}/grad_norm"].append(model.step())
-        if advance_schedule:
-            model.step_schedule()
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        for folder, model in self._second_models.items():
-            model.prepare(self, max_steps)
-            if resume_from_checkpoint is not None:
-                path = Path(resume_from_checkpoint) / folder
-                if not path.is_dir():
-                    raise ValueError(
-                        f"The checkpoint {resume_from_checkpoint} holds no {_NAMES[folder]}; resume from one that "
-                        f"`{type(self).__name__}` wrote, or start a new run with that checkpoint's policy as `model`."
-                    )
-                model.load_checkpoint(self, path)
-        return prepared
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        for folder, model in self._second_models.items():
-            path = Path(output_dir or self.args.output_dir) / folder
-            model.save_pretrained(path, self.args.should_save)
-            if self.args.should_save:
-                self.processing_class.save_pretrained(path)
-                self._describe_second(path)
-        super().save_model(output_dir, _internal_call)
-
-    def _describe_second(self, path: Path) -> None:
-        """Writes more files to the folder of a second model that was saved."""
-
-    def _save_second_models(self, checkpoint: Path) -> None:
-        """Writes what training needs to go on, without the weights, which `save_model` writes."""
-        for folder, model in self._second_models.items():
-            model.save_state(checkpoint / folder, self.args.should_save)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        for folder, model in self._second_models.items():
-            model.load_checkpoint(self, Path(self.state.best_model_checkpoint) / folder)
+    Raises:
+        `ValueError`: If the checkpoint lacks one of them.
+    """
+    for folder, model in trainer.second_models.items():
+        model.prepare(trainer, num_training_steps)
+        if checkpoint is not None:
+            path = checkpoint / folder
+            if not path.is_dir():
+                raise ValueError(
+                    f"The checkpoint {checkpoint} holds no {_NAMES[folder]}; resume from one that "
+                    f"`{type(trainer).__name__}` wrote, or start a new run with that checkpoint's policy as `model`."
+                )
+            model.load_checkpoint(trainer, path)
 
 
 class Adapter(AdapterView):

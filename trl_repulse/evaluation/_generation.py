@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from transformers.utils import logging
 
 from ..data._prompts import check_template_variables, render
-from ..engine.scoring import with_checks
+from ..engine.reward_functions import with_checks
 from ..engine.trl_bridge import is_async_callable
 from ..generation._batches import end_tokens, until_end
 from ..generation._probe import Guard, probe

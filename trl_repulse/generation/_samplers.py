@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -121,34 +121,45 @@ def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
 
 
 class JointDraw:
-    """One draw of `own` neighbouring rows a prompt, and of `others` by `sampler`, which are kept until they are
-    asked for."""
+    """
+    One call of `generate` for `own` neighbouring rows of a prompt and for `others` by `sampler`.
+
+    The first call of [`draw`] draws both and returns the own rows; the first one after [`expect_others`] returns the others. Calls
+    between them, as for further turns of a conversation with tools, draw what they are asked for.
+    """
 
     def __init__(self, own: int, others: int, sampler: Sampler):
         self.own, self.others, self.sampler = own, others, sampler
-        self.is_drawn = False
-        self._prompts: list[list[int]] | None = None  # those of the others
+        self._next: str | None = "own"
+        self._prompts: list[list[int]] = []  # those of the others
         self._completions: Any = None
 
-    def widened(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
-        """The rows to draw, each prompt's own before its others, and which are others."""
+    def expect_others(self) -> None:
+        """Returns the others from the next call of [`draw`]."""
+        self._next = "others"
+
+    def draw(self, prompts: list[list[int]], generate: Callable[..., Any]) -> Any:
+        """
+        Draws for prompts as `generate` does, and returns what it returns.
+
+        Args:
+            prompts (`list[list[int]]`): Tokens of the prompts, one a row.
+            generate (`Callable`): Takes prompts and, as `drawn_by`, a mask of the rows that another sampler draws, and that sampler.
+        """
+        asked, self._next = self._next, None
+        if asked is None:
+            return generate(prompts)
+        if asked == "others":
+            if prompts != self._prompts:
+                raise RuntimeError("Extra samples were drawn for other prompts than they are asked for.")
+            completions, self._prompts, self._completions = self._completions, [], None
+            return completions
         blocks = [prompts[i : i + self.own] for i in range(0, len(prompts), self.own)]
         rows = [row for block in blocks for row in [*block, *[block[0]] * self.others]]
-        return rows, ([False] * self.own + [True] * self.others) * len(blocks)
-
-    def split(self, prompts: list[list[int]], drawn: Any) -> Any:
-        """The trainer's own among what TRL drew for [`widened`] rows, as TRL returns them; the others are kept."""
-        completions, *rest = drawn  # log-probabilities, `None` without vLLM (TRL 1.16)
-        is_own = [i % (self.own + self.others) < self.own for i in range(len(prompts))]
-        others = [not own for own in is_own]
-        self._prompts = list(compress(prompts, others))
-        self._completions = (list(compress(completions, others)), *rest)
-        self.is_drawn = True
-        return list(compress(completions, is_own)), *rest
-
-    def take(self, prompts: list[list[int]]) -> Any:
-        """The others, once, as TRL returns completions; `None` if they were drawn for other prompts."""
-        if self._prompts != prompts:
-            return None
-        completions, self._prompts, self._completions = self._completions, None, None
-        return completions
+        is_other = ([False] * self.own + [True] * self.others) * len(blocks)
+        completions, *rest = generate(
+            rows, drawn_by=(is_other, self.sampler)
+        )  # log-probabilities, `None` without vLLM (TRL 1.16)
+        self._prompts = list(compress(rows, is_other))
+        self._completions = (list(compress(completions, is_other)), *rest)
+        return list(compress(completions, [not other for other in is_other])), *rest

@@ -10,9 +10,11 @@ import torch
 from accelerate.logging import get_logger
 
 from ..engine.diagnosis import DISTINCT, LOG_Z_GAP, SAMPLES, UPDATES
-from ..engine.metrics import Moments, mean
+from ..engine.logs import Moments, mean
+from ..engine.scoring import SetScores
+from ..engine.units import EXTRA, OWN, Shape, Units
 from ..math.importance import distinct_share, log_z_estimate, rank_among, sequence_log_prob
-from .negative_term import NEGATIVE, OWN, NegativeTerm
+from .negative_term import NegativeTerm
 
 
 logger = get_logger(__name__)
@@ -27,68 +29,59 @@ class CollapseWatch:
     lower finds less of the target than no proposal.
 
     Args:
-        part ([`NegativeTerm`]):
+        term ([`NegativeTerm`]):
             The negative term that draws the samples.
     """
 
-    def __init__(self, part: NegativeTerm):
-        self._part = part
+    def __init__(self, term: NegativeTerm):
+        self._term, self._services, self._logs = term, term.services, term.logs
         self._gaps: deque[float] = deque(maxlen=UPDATES)
         self._distinct: deque[float] = deque(maxlen=UPDATES)
         self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
         self._warned = False
 
-    def look(
-        self,
-        batch: dict[str, torch.Tensor],
-        own_log_p: torch.Tensor,
-        log_p: torch.Tensor,
-        counted: torch.Tensor | None = None,
-    ) -> Moments:
+    def look(self, units: Units, scores: SetScores, shape: Shape, counted: torch.Tensor | None = None) -> Moments:
         """
         Logs `distinct` and `log_p_rank`, and returns the moments of the first. A collective call.
 
         Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with `proposal_rewards` of shape `(U, m)`, `proposal_completion_ids` of shape `(U, m, T)`, and the masks of both
-                sets of samples.
-            own_log_p (`torch.Tensor` of shape `(U, n, T)`), log_p (`torch.Tensor` of shape `(U, m, T)`):
-                Log-probabilities (nats) under the policy of its own samples and of the others.
-            counted (`torch.Tensor` of shape `(U, m)`, *optional*):
-                Which of the others have their rank logged, by default all.
+            units ([`Units`]): Samples of both kinds.
+            scores ([`SetScores`]): Their log-probabilities under the policy.
+            shape ([`Shape`]): How the batch is cut.
+            counted (`torch.Tensor` of shape `(U, m)`, *optional*): Which extra samples have their rank logged, by default all.
         """
-        scorer, size = self._part.scorer, self._part.size
-        mask = scorer.by_prompt(batch[f"{NEGATIVE}_mask"], size)
-        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()
-        known = scored.any(dim=1)  # other prompts may only fill up a batch
-        shares = distinct_share(scorer.by_prompt(batch[f"{NEGATIVE}_ids"], size), mask)
-        distinct = scorer.log_statistics({"proposal/distinct": mean}, shares[known])
-        own = scorer.by_prompt(sequence_log_prob(own_log_p, batch[f"{OWN}_mask"]), scorer.num_generations)
-        counted = None if counted is None else scorer.by_prompt(counted, size)
-        rank = rank_among(sequence_log_prob(scorer.by_prompt(log_p, size), mask), own, counted)
-        scorer.log("proposal/log_p_rank", rank[known])
+        by_prompt, extra, size = self._services.by_prompt, units.extra_samples, shape.extra
+        mask = by_prompt(extra.mask, size)
+        known = (~by_prompt(extra.rewards, size).isnan()).any(dim=1)  # other prompts may only fill up a batch
+        shares = distinct_share(by_prompt(extra.ids, size), mask)
+        distinct = self._logs.statistics({"proposal/distinct": mean}, shares[known])
+        own = by_prompt(sequence_log_prob(scores.of(OWN, units.own), units.own.mask), shape.generations)
+        counted = None if counted is None else by_prompt(counted, size)
+        log_p = sequence_log_prob(by_prompt(scores.of(EXTRA, extra), size), mask)
+        self._logs.mean("proposal/log_p_rank", rank_among(log_p, own, counted)[known])
         return distinct
 
-    def compare(self, batch: dict[str, torch.Tensor], log_w: torch.Tensor, distinct: Moments) -> None:
+    def compare(self, units: Units, log_w: torch.Tensor, distinct: Moments, shape: Shape) -> None:
         """
         Logs `log_z_gap`, and warns once if it stays large, or samples stay alike. A collective call.
 
         `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
         """
-        scorer, size = self._part.scorer, self._part.size
-        scored = ~scorer.by_prompt(batch["proposal_rewards"], size).isnan()  # (P, K)
-        log_potential = self._part.log_potential(batch["rewards"])
-        log_potential = scorer.by_prompt(log_potential, scorer.num_generations)  # (P, N)
+        by_prompt, size = self._services.by_prompt, shape.extra
+        scored = ~by_prompt(units.extra_samples.rewards, size).isnan()  # (P, K)
+        log_potential = by_prompt(self._term.log_potential(units.own.rewards), shape.generations)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gaps = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)  # (P,)
-        gap = scorer.log_statistics({"proposal/log_z_gap": mean}, torch.where(gaps.isinf(), torch.nan, gaps))
-        if self._part.mode != "train" or not distinct.count:
+        gap = self._logs.statistics({"proposal/log_z_gap": mean}, torch.where(gaps.isinf(), torch.nan, gaps))
+        if not shape.training or not distinct.count:
             return
         self._of_update.append((gap.mean if gap.count else None, distinct.mean * size))
-        if not self._part.trainer.accelerator.sync_gradients:
+        if not self._services.accelerator.sync_gradients:
             return
-        known = [each for each, _ in self._of_update if each is not None]  # with an indicator many batches have none
-        latest = sum(each for _, each in self._of_update) / len(self._of_update)
+        known = [
+            value for value, _ in self._of_update if value is not None
+        ]  # with an indicator many batches have none
+        latest = sum(value for _, value in self._of_update) / len(self._of_update)
         self._of_update.clear()
         self._distinct.append(latest)
         if known:
@@ -106,7 +99,7 @@ class CollapseWatch:
         else:
             return
         self._warned = True
-        weaker = "" if self._part.trainer.args.potential == "indicator" else ", bring `target_dist_beta` nearer to 0"
+        weaker = "" if self._term.args.potential == "indicator" else ", bring `target_dist_beta` nearer to 0"
         logger.warning(
             f"The proposal has collapsed. Over the last {UPDATES} updates its samples {seen}. `proposal/ess` does not show this. "
             f"Lower `proposal_learning_rate`{weaker}, or go back to an earlier checkpoint."

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ..engine.metrics import Moments, mean
+from ..engine.logs import Logs, Moments, mean
 from ..rewards.transforms import dual_step
 
 
@@ -23,16 +23,18 @@ class Constraint:
     for each batch of generations.
 
     Args:
-        trainer ([`ReinforceTrainer`]):
-            Trainer of the policy.
+        args ([`~trl_repulse.ReinforceConfig`]):
+            Configuration with the limit.
+        logs ([`Logs`]):
+            The trainer's metrics.
         start (`float`):
             Its value at first, above 0, in units of reward.
     """
 
-    def __init__(self, trainer: Any, start: float):
+    def __init__(self, args: Any, logs: Logs, start: float):
         self.multiplier = self._start = start
         self._average: float | None = None  # of earlier estimates of P(bad)
-        self._trainer = trainer
+        self._args, self._logs = args, logs
         self._seen = Moments()
         self._resolution = 0.0
 
@@ -43,18 +45,18 @@ class Constraint:
         `bad` holds probabilities that a completion is bad, or 1 if it is and 0 if not; NaN is left out. `resolution` is the weight of one
         bad sample: 1 for counts, 0 for an estimate that can be smaller.
         """
-        if self._trainer.model.training:
+        if self._logs.mode == "train":
             self._seen += Moments.of(bad)
             self._resolution = resolution
 
     def update(self) -> None:
         """Updates the multiplier from what was observed since the last update, and logs both. All processes must call it."""
-        trainer, args = self._trainer, self._trainer.args
-        seen, self._seen = trainer._gathered(self._seen), Moments()
-        trainer._metrics["train"]["constraint/multiplier"].append(self.multiplier)
+        args, logs = self._args, self._logs
+        seen, self._seen = logs.gathered(self._seen), Moments()
+        logs.value("constraint/multiplier", self.multiplier)
         if not seen.count:  # generations that were used before
             return
-        trainer._record({"constraint/p_bad": mean}, seen)
+        logs.record({"constraint/p_bad": mean}, seen)
         before = seen.mean if self._average is None else self._average
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate

@@ -4,10 +4,8 @@ Axis letters: U units of n policy samples and m hot ones, P prompts, N policy sa
 completion tokens, V tokens of the vocabulary, B completions.
 """
 
-import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,14 @@ from accelerate.utils import gather_object
 
 from .._numbers import is_bad
 from .._rules_of_thumb import bad_threshold_for
-from ..engine.sampling import Scorer, UnitSampling
+from ..engine.sampling import Source
+from ..engine.scoring import SetScores, Wanted
+from ..engine.units import EXTRA, OWN, CompletionSet, Shape, Units
 from ..generation._samplers import POLICY, Sampler
 from ..math.importance import log_mixture_weights, normalize_weights, sequence_log_prob
 from ..math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
 from .collapse import CollapseWatch
-from .negative_term import COEFFICIENTS, NEGATIVE, OWN, DrawnTerm
+from .negative_term import ExtraSamplesTerm, Services, Weights
 
 
 logger = get_logger(__name__)
@@ -35,7 +35,7 @@ _SAMPLES, _SHARE, _LEAST = 500, 0.1, 50
 _MOST_BAD = 0.1  # largest share of the samples that may be under a threshold
 
 
-class HotPolicy(DrawnTerm):
+class HotPolicy(ExtraSamplesTerm):
     """
     Draws from the policy with another sampler to find bad outputs, and weighs them.
 
@@ -43,120 +43,92 @@ class HotPolicy(DrawnTerm):
     weighed together against their mixture ([`~trl_repulse.math.importance.log_mixture_weights`]). Only bad samples have a weight.
 
     Args:
-        trainer ([`UnitSampling`]):
-            Trainer of the policy.
+        services ([`Services`]): What the trainer gives.
     """
 
-    drawn_log_p = "proposal_drawn_log_p"
-
-    def __init__(self, trainer: UnitSampling):
-        super().__init__(trainer)
-        self.choice = SamplerChoice(self.scorer, trainer.args.proposal_temperature)
-        self.measured = MeasuredThreshold(self.scorer) if trainer.args.bad_reward_threshold is None else None
+    def __init__(self, services: Services):
+        super().__init__(services)
+        self.choice = SamplerChoice(services, self.args.proposal_temperature)
+        self.measured = MeasuredThreshold(services) if self.args.bad_reward_threshold is None else None
         self._watch = CollapseWatch(self)
 
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """As [`DrawnTerm.drawing`]; without vLLM too, hot samples are drawn in the call of the model that draws the policy's own."""
-        if self.mode == "train":
-            self.choice.choose()
-        self.scorer.draw_jointly(*self.unit_sizes, self.sampler)
-        try:
-            with super().drawing():
-                yield
-        except BaseException:
-            self.scorer.end_joint_draw()
-            raise
-
-    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.measured is not None:
-            self.measured.observe(batch["rewards"])
-        try:
-            drawn = super().draw(rows, batch)
-        finally:
-            self.scorer.end_joint_draw()
-        if self.mode == "train":
-            sets = ((batch, "completion", "rewards"), (drawn, NEGATIVE, "proposal_rewards"))
-            self.choice.observe(*((x[f"{name}_ids"], x[f"{name}_mask"], x[rewards]) for x, name, rewards in sets))
-        engine = f"{NEGATIVE}_engine_log_p"
-        if engine in drawn:  # samples that are not scored are not compared
-            drawn[engine] = drawn[engine].masked_fill(~self.needed(drawn)[NEGATIVE].unsqueeze(2), torch.nan)
-        return drawn
-
     @property
-    def _threshold(self) -> float:
-        """Reward under which a sample is bad; −inf until it is known."""
-        threshold = self.scorer.bad_reward_threshold
-        return -math.inf if threshold is None else threshold
+    def bad_reward_threshold(self) -> float | None:
+        """As [`NegativeTerm.bad_reward_threshold`]; measured if it is not set."""
+        return self.args.bad_reward_threshold if self.measured is None else self.measured.value
+
+    def source(self, shape: Shape) -> Source:
+        """The sampler of the next generation batch, which is chosen anew in training. A collective call."""
+        if shape.training:
+            self.choice.choose(gathers=shape.whole)
+        return Source(self.choice.sampler)
+
+    def after_drawing(self, units: Units, shape: Shape) -> Units:
+        own, extra = units.own, units.extra_samples
+        if shape.training:
+            if self.measured is not None:
+                self.measured.observe(own.rewards)
+            self.choice.observe(own, extra, self.bad_reward_threshold)
+        if extra.engine_log_p is not None:  # samples that are not scored are not compared
+            compared = extra.engine_log_p.masked_fill(~self._may_be_bad(extra.rewards).unsqueeze(2), torch.nan)
+            return units.with_extra(engine_log_p=compared)
+        return units
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
-        return is_bad(rewards, self._threshold) | rewards.isnan()
+        threshold = self.bad_reward_threshold
+        return is_bad(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler of hot samples."""
-        return self.choice.sampler
+    def wanted(self, units: Units) -> Wanted:
+        """As [`NegativeTerm.wanted`]: until samples are weighed those that may be bad, also under the sampler; no others have a weight."""
+        extra = units.extra_samples
+        if extra.coefficients is not None:
+            return super().wanted(units)
+        bad = {OWN: self._may_be_bad(units.own.rewards), EXTRA: self._may_be_bad(extra.rewards)}
+        sampler = None if self.choice.sampler is POLICY else self.choice.sampler
+        return Wanted((OWN, EXTRA), {EXTRA: bad[EXTRA]}, sampler, {} if sampler is None else bad)
 
-    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.needed`]: the hot samples that may be bad."""
-        return super().needed(batch) or {NEGATIVE: self._may_be_bad(batch["proposal_rewards"])}
+    def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
+        if extra.drawn_log_p is not None:
+            return extra.drawn_log_p
+        return scores.by_sampler[EXTRA] if EXTRA in scores.by_sampler else scores.of(EXTRA, extra)
 
-    def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
-        """As [`NegativeTerm.by_sampler`]: the samples that may be bad, until they are weighed; no others have a weight."""
-        if COEFFICIENTS[NEGATIVE] in batch or self.sampler is POLICY:
-            return None
-        rewards = {OWN: batch["rewards"], NEGATIVE: batch["proposal_rewards"]}
-        return self.sampler, {name: self._may_be_bad(x) for name, x in rewards.items()}
+    def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
+        """As [`NegativeTerm.weigh`]: policy samples and hot ones that are bad."""
+        own, extra, sizes = units.own, units.extra_samples, (shape.generations, shape.extra)
 
-    def weigh_early(
-        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        drawn = batch.get(f"{NEGATIVE}_by_sampler", log_p_negative)
-        return self.weigh(batch, log_p, log_p_negative) | {self.drawn_log_p: drawn}
+        def whole(of_own: torch.Tensor, of_extra: torch.Tensor) -> torch.Tensor:
+            parts = zip((of_own, of_extra), sizes, strict=True)
+            return torch.cat([self.services.by_prompt(x, size) for x, size in parts], dim=1)  # (P, N + K)
 
-    def weigh(
-        self,
-        batch: dict[str, torch.Tensor],
-        log_p: torch.Tensor | None = None,
-        log_p_negative: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.weigh`]: own and other samples that are bad. Log-probabilities under the sampler are in the batch."""
-        scorer, args = self.scorer, self.trainer.args
-        sizes = scorer.num_generations, self.size
-
-        def whole(own: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
-            return torch.cat([scorer.by_prompt(x, size) for x, size in zip((own, hot), sizes, strict=True)], dim=1)
-
-        rewards = whole(batch["rewards"], batch["proposal_rewards"])  # (P, N + K)
-        by_policy = {OWN: log_p, NEGATIVE: log_p_negative}
-        by_sampler = {name: batch.get(f"{name}_by_sampler", x) for name, x in by_policy.items()}
-        in_policy, in_sampler = (
-            whole(*(sequence_log_prob(x, batch[f"{name}_mask"]) for name, x in each.items()))  # (P, N + K)
-            for each in (by_policy, by_sampler)
+        rewards = whole(own.rewards, extra.rewards)
+        log_potential = self.log_potential(rewards).masked_fill(~self._may_be_bad(rewards), -torch.inf)
+        in_policy = {OWN: scores.of(OWN, own), EXTRA: scores.of(EXTRA, extra)}
+        in_sampler = in_policy | scores.by_sampler
+        log_p, log_q = (
+            whole(sequence_log_prob(x[OWN], own.mask), sequence_log_prob(x[EXTRA], extra.mask))
+            for x in (in_policy, in_sampler)
         )
-        log_potential = self.log_potential(rewards)
-        log_potential = log_potential.masked_fill(~self._may_be_bad(rewards), -torch.inf)
-        log_w = log_mixture_weights(in_policy, in_sampler, log_potential, *sizes)  # (P, N + K)
-        if self.mode == "train":
-            self.choice.judge(in_policy, in_sampler, log_w - log_potential.nan_to_num(neginf=0.0))
+        log_w = log_mixture_weights(log_p, log_q, log_potential, *sizes)
+        alpha = self.scheduled("alpha") / (sizes[1] if self.args.alpha_normalization == "samples" else 1)
+        # The policy loss divides by the number of each kind
+        of_own, of_extra = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
+        by_unit = self.services.by_unit(of_own, own.rewards), self.services.by_unit(of_extra, extra.rewards)
+        return Weights(*by_unit, log_w=log_w, log_potential=log_potential, log_p=log_p, log_q=log_q)
 
-        self._watch.look(batch, log_p, log_p_negative, self._may_be_bad(batch["proposal_rewards"]))
-        scored = ~rewards.isnan()
-        found = (log_w > -torch.inf).any(dim=1)
+    def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
+        """As [`NegativeTerm.observe`]; the choice of samplers and a constraint see the bad samples."""
+        log_w, log_potential, constraint = weights.log_w, weights.log_potential, self.services.constraint
+        if shape.training:
+            self.choice.keep_finds(weights.log_p, weights.log_q, log_w - log_potential.nan_to_num(neginf=0.0))
+        self._watch.look(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
+        scored, has_bad = ~log_potential.isnan(), (log_w > -torch.inf).any(dim=1)
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
-        if scorer.bad_reward_threshold is not None:
-            scorer.log_importance("negative", log_w[found], scored[found])
-            scorer.log("negative/p_bad", p_bad)
-        if scorer.constraint is not None:
-            scorer.constraint.observe(p_bad, resolution=0.0)
-        alpha = self.scheduled("alpha") / (sizes[1] if args.alpha_normalization == "samples" else 1)
-        # The policy loss divides by the number of each kind
-        own, hot = (-alpha * w * w.size(1) for w in normalize_weights(log_w).split(sizes, dim=1))
-        return {
-            COEFFICIENTS[OWN]: scorer.by_unit(own, batch["rewards"]),
-            COEFFICIENTS[NEGATIVE]: scorer.by_unit(hot, batch["proposal_rewards"]),
-        }
+        if self.bad_reward_threshold is not None:
+            self.logs.importance("negative", log_w[has_bad], scored[has_bad])
+            self.logs.mean("negative/p_bad", p_bad)
+        if constraint is not None:
+            constraint.observe(p_bad, resolution=0.0)
 
     def state(self) -> dict[str, Any]:
         measured = None if self.measured is None else self.measured.state()
@@ -170,14 +142,6 @@ class HotPolicy(DrawnTerm):
             self.measured.load_state(state["threshold"])
         self.choice.load_state(state["choice"], tensors["effects"])
 
-    def learn(
-        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        if f"{NEGATIVE}_engine_log_p" in inputs:
-            drawn = inputs.get(self.drawn_log_p, inputs.get(f"{NEGATIVE}_by_sampler", log_p_negative))
-            self.scorer.log_engine(inputs, NEGATIVE, drawn)
-        return super().learn(inputs, log_p, log_p_negative)
-
 
 class SamplerChoice:
     """
@@ -188,21 +152,21 @@ class SamplerChoice:
     counts, which decay slowly, and the one with the highest draw is taken.
 
     Args:
-        scorer ([`Scorer`]):
-            The trainer's services.
+        services ([`Services`]):
+            What the trainer gives.
         temperature (`float`, *optional*):
             A fixed temperature, in place of a choice.
     """
 
-    def __init__(self, scorer: Scorer, temperature: float | None):
-        self._scorer, self._temperature = scorer, temperature
-        self._tilts = temperature is None and scorer.takes_bias
-        self._vocabulary = scorer.trainer.model.config.get_text_config().vocab_size
+    def __init__(self, services: Services, temperature: float | None):
+        self._services, self._temperature = services, temperature
+        self._tilts = temperature is None and services.takes_bias
+        self._vocabulary = services.model.config.get_text_config().vocab_size
         self.effects = TokenEffects(self._vocabulary)
         self._rewards: deque[float] = deque(maxlen=_REWARDS)
         self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m by what drew at that time
-        self._new: list[list[float]] = []
-        self._random = np.random.default_rng(scorer.trainer.args.seed)  # the same on all processes
+        self._new: list[list[float]] = []  # since the last choice
+        self._random = np.random.default_rng(services.args.seed)  # the same on all processes
         if temperature is None:
             self.samplers = [POLICY, *map(Sampler, TEMPERATURES), *[POLICY] * (len(TILTS) if self._tilts else 0)]
         else:
@@ -215,23 +179,23 @@ class SamplerChoice:
         """The chosen sampler."""
         return self.samplers[self.index]
 
-    def choose(self) -> None:
-        """Counts what was found since the last choice, and chooses the next sampler. All processes must call it."""
-        self._finds.extend(gather_object(self._new) if self._scorer.holds_whole_prompts else self._new)
+    def choose(self, gathers: bool) -> None:
+        """Counts what was found since the last choice, by this process alone if it `gathers`, and chooses the next sampler. A collective call."""
+        self._finds.extend(gather_object(self._new) if gathers else self._new)
         self._new = []
         self._raise_tokens()
         if self._temperature is None:
             self.index = int(np.argmax(self._random.beta(*self.counts + 0.5)))
-            self._scorer.log_value("proposal/temperature", self.sampler.temperature)
+            self._services.logs.value("proposal/temperature", self.sampler.temperature)
         if (gain := self.gain()) is not None:
-            self._scorer.log_value("proposal/gain", gain)
+            self._services.logs.value("proposal/gain", gain)
         if self._tilts:
-            self._scorer.log_value("proposal/tilt", ([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
+            self._services.logs.value("proposal/tilt", ([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
 
     def _raise_tokens(self) -> None:
         if self._tilts:
             biases = self.effects.biases()
-            device = self._scorer.trainer.accelerator.device
+            device = self._services.accelerator.device
             self.samplers[-len(TILTS) :] = [Sampler(bias=bias.to(device)) for bias in biases]
 
     def gain(self) -> float | None:
@@ -245,15 +209,12 @@ class SamplerChoice:
         weight, ratio = np.array(self._finds).T
         return float(weight.sum() / (weight @ ratio))
 
-    def observe(self, *sets: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        """
-        Counts completions of this process: tokens and mask `(..., T)` and rewards `(...)` of the policy's own and of the others. All
-        processes must call it.
-        """
+    def observe(self, own: CompletionSet, extra: CompletionSet, threshold: float | None) -> None:
+        """Counts completions of this process, of which those under the `threshold` are bad. A collective call."""
         if self._temperature is not None:
             return
-        everyone = [self._scorer.trainer.accelerator.gather(rewards.flatten()) for _, _, rewards in sets]
-        threshold = self._scorer.bad_reward_threshold
+        accelerator = self._services.accelerator
+        everyone = [accelerator.gather(samples.rewards.flatten()) for samples in (own, extra)]
         if threshold is not None:
             self.counts *= _KEPT
             for index, rewards in zip((0, self.index), everyone, strict=True):
@@ -267,21 +228,21 @@ class SamplerChoice:
         if spread == 0:
             return
         new: torch.Tensor | float = 0.0
-        for (ids, mask, rewards), of_all in zip(sets, everyone, strict=True):
-            deviations = (
-                deviations_of(rewards.flatten(), middle, spread) - deviations_of(of_all, middle, spread).nanmean()
-            )
-            new = new + TokenEffects.of(ids.flatten(0, -2), mask.flatten(0, -2), deviations, self._vocabulary)
-        self.effects.sums += self._scorer.trainer.accelerator.reduce(new, "sum").cpu().double()
+        for samples, of_all in zip((own, extra), everyone, strict=True):
+            deviations = deviations_of(samples.rewards.flatten(), middle, spread)
+            deviations = deviations - deviations_of(of_all, middle, spread).nanmean()
+            ids, mask = samples.ids.flatten(0, -2), samples.mask.flatten(0, -2)
+            new = new + TokenEffects.of(ids, mask, deviations, self._vocabulary)
+        self.effects.sums += accelerator.reduce(new, "sum").cpu().double()
 
-    def judge(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
+    def keep_finds(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
         Keeps bad samples for [`gain`]. `log_p` and `log_q` (P, N + K) are log-probabilities (nats) of samples under the policy and the
         sampler, and `log_w` (P, N + K) log-weights, −inf of samples that are not bad.
         """
-        found = log_w > -torch.inf
-        ratio = 2 * torch.sigmoid(log_p[found] - log_q[found])  # p / m
-        self._new += torch.stack([log_w[found].exp(), ratio], dim=1).tolist()
+        is_find = log_w > -torch.inf
+        ratio = 2 * torch.sigmoid(log_p[is_find] - log_q[is_find])  # p / m
+        self._new += torch.stack([log_w[is_find].exp(), ratio], dim=1).tolist()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, for JSON; the effects' sums are kept as a tensor."""
@@ -310,14 +271,14 @@ class MeasuredThreshold:
     than 5,000, and at least 50.
 
     Args:
-        scorer ([`Scorer`]):
-            The trainer's services.
+        services ([`Services`]):
+            What the trainer gives.
     """
 
-    def __init__(self, scorer: Scorer):
+    def __init__(self, services: Services):
         self.value: float | None = None  # until enough samples were drawn
         self._rewards: list[float] = []
-        self._scorer = scorer
+        self._services = services
         self._has_begun = False
 
     def observe(self, rewards: torch.Tensor) -> None:
@@ -327,26 +288,25 @@ class MeasuredThreshold:
         Raises:
             `ValueError`: If more than a tenth of the rewards are the lowest, which is not rare.
         """
-        if self._scorer.mode != "train":
-            return
         if self.value is None:
-            trainer: Any = self._scorer.trainer
-            args, batch = trainer.args, trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
+            args, accelerator = self._services.args, self._services.accelerator
+            batch = args.per_device_train_batch_size * accelerator.num_processes
             # In the run
-            drawn = batch * trainer.state.max_steps * args.gradient_accumulation_steps // args.num_iterations
+            max_steps = self._services.state().max_steps
+            drawn = batch * max_steps * args.gradient_accumulation_steps // args.num_iterations
             if not self._has_begun and drawn < _LEAST:
                 logger.warning(
                     f"`bad_reward_threshold` is not set, and takes {_LEAST} samples to measure. This run draws {drawn}, so that nothing "
                     "is pushed down. Set it, or train longer."
                 )
             self._has_begun = True
-            everyone = trainer.accelerator.gather(rewards.flatten())
+            everyone = accelerator.gather(rewards.flatten())
             self._rewards += everyone[everyone.isfinite()].tolist()
             wanted = max(_LEAST, min(_SAMPLES, int(_SHARE * drawn)))
             if len(self._rewards) >= wanted and len(set(self._rewards)) > 1:
                 self._measure()
         if self.value is not None:
-            self._scorer.log_value("negative/bad_reward_threshold", self.value)
+            self._services.logs.value("negative/bad_reward_threshold", self.value)
 
     def _measure(self) -> None:
         rewards = np.array(self._rewards)

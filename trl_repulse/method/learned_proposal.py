@@ -4,13 +4,17 @@ Axis letters: U units of n policy samples and m proposal samples, P prompts, N p
 T completion tokens, V vocabulary.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from ..engine.sampling import Source
+from ..engine.scoring import SetScores, Wanted
 from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
-from ..engine.trl_bridge import split_tensor_dict
+from ..engine.units import EXTRA, CompletionSet, Shape, Units
 from ..math.importance import log_importance_weights, normalize_weights
 from ..math.losses import scale_gradient
 from ..math.proposal_losses import (
@@ -23,187 +27,191 @@ from ..math.proposal_losses import (
     vargrad_targets,
 )
 from .collapse import CollapseWatch
-from .negative_term import COEFFICIENTS, NEGATIVE, DrawnTerm
+from .negative_term import ExtraSamplesTerm, Services, Weights
 
 
 class _UpdateAfterPolicy(TrainerCallback):
     """Runs the proposal's update once the policy's optimizer has stepped (`proposal_update_order="after"`)."""
 
-    def __init__(self, part: "LearnedProposal"):
-        self._part = part
+    def __init__(self, term: "LearnedProposal"):
+        self._term = term
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        pending, self._part.pending = self._part.pending, []
-        self._part.update(pending)
+        pending, self._term.pending = self._term.pending, []
+        self._term.update([units for units, _ in pending], pending[0][1])
 
 
-class LearnedProposal(DrawnTerm):
+class LearnedProposal(ExtraSamplesTerm):
     """
     Finds the policy's bad outputs with a second model, which learns from each batch of its samples.
 
     Args:
-        trainer ([`UnitSampling`]):
-            Trainer of the policy.
-        proposal ([`SecondModel`]):
-            The proposal.
+        services ([`Services`]): What the trainer gives.
+        proposal ([`SecondModel`]): The proposal.
+        add_callback (`Callable`): Adds a callback to the trainer.
     """
 
-    drawn_log_p = "proposal_old_log_q"
-
-    def __init__(self, trainer: Any, proposal: SecondModel):
-        super().__init__(trainer)
+    def __init__(self, services: Services, proposal: SecondModel, add_callback: Callable[[TrainerCallback], None]):
+        super().__init__(services)
         self.proposal = proposal
-        self.pending: list[dict[str, torch.Tensor]] = []  # micro-batches that an update after the policy's learns from
+        self.pending: list[tuple[Units, Shape]] = []  # micro-batches that an update after the policy's learns from
         self._watch = CollapseWatch(self)
-        if trainer.args.proposal_update_order == "after":
-            trainer.add_callback(_UpdateAfterPolicy(self))
+        self._updates_first = self.args.proposal_update_order == "before"
+        if not self._updates_first:
+            add_callback(_UpdateAfterPolicy(self))
 
-    @property
-    def engine(self) -> Any:
-        return self.proposal.engine
+    # Draw
 
-    # The calls of a trainer
+    def source(self, shape: Shape) -> Source:
+        """The proposal as it is wrapped for training."""
+        return Source(engine=self.proposal.engine)
 
-    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.sample`]; all but the last of `proposal_updates_per_step` updates are made here."""
-        args = self.trainer.args
-        if self.mode == "train":
-            for _ in range(args.proposal_updates_per_step - 1):
-                chunks = split_tensor_dict(self.draw(rows, batch), args.steps_per_generation)
-                self.update(chunks, advance_schedule=False)
-        return super().sample(rows, batch)
+    def draw(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source | None) -> Units:
+        """As [`NegativeTerm.draw`]; all but the last of `proposal_updates_per_step` updates are made here."""
+        if shape.training:
+            for _ in range(self.args.proposal_updates_per_step - 1):
+                extra = self.services.drawing.draw_extra(rows, units, shape, self.source(shape))
+                drawn = self.after_drawing(replace(units, extra=extra), shape)
+                self.update(drawn.split(self.args.steps_per_generation), shape, advance_schedule=False)
+        return super().draw(rows, units, shape, source)
 
-    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        drawn = super().draw(rows, batch)
-        if self.trainer.args.negative_loss == "reinforce" and self.trainer.beta != 0.0:
-            drawn["proposal_ref_log_prob"] = self.scorer.reference_log_prob(drawn, NEGATIVE)
-        return drawn
+    def after_drawing(self, units: Units, shape: Shape) -> Units:
+        if self.args.negative_loss == "reinforce" and self.services.beta != 0.0:
+            return units.with_extra(ref_log_p=self.services.reference_log_prob(units, units.extra_samples))
+        return units
 
-    def weigh_early(
-        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        log_q = self.scorer.score(self.proposal.module, batch, (NEGATIVE,), gradient=False).log_p[0]
-        made = {"proposal_old_log_q": log_q}  # (U, m, T)
-        made |= self.weigh(batch | made, log_p, log_p_negative)
-        if self.mode == "train" and not self.scorer.holds_whole_prompts:
-            made |= self._contrast(batch | made, log_p_negative, log_q, log_q)
-        return made
+    # Score
 
-    def learn(
-        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """As [`NegativeTerm.learn`]; in training the proposal's gradient is accumulated."""
-        trainer = self.trainer
-        learns = trainer.model.training and trainer.args.proposal_update_order == "before"
-        log_p_negative = inputs.get("proposal_old_log_p", log_p_negative)
-        with self.proposal.gradient_sync(not learns or trainer.accelerator.sync_gradients):
-            # Without gradient the bare model serves; wrappers are for passes that carry one
-            model = self.proposal.engine if learns else self.proposal.module
-            log_q_now = self.scorer.score(model, inputs, (NEGATIVE,), gradient=learns).log_p[0]
-            log_q = inputs.get("proposal_old_log_q", log_q_now.detach())
-            self.scorer.log_engine(inputs, NEGATIVE, log_q)
-            made = {}
-            if COEFFICIENTS[NEGATIVE] not in inputs:
-                made = self.weigh(inputs | {"proposal_old_log_q": log_q}, log_p, log_p_negative)
-            if learns:
-                batch = inputs | made
-                if "proposal_coefficients" not in batch:
-                    batch |= self._contrast(batch, log_p_negative, log_q, log_q_now.detach())
-                self._accumulate(batch, log_q_now, log_p_negative, trainer.current_gradient_accumulation_steps)
-        if trainer.model.training and not learns:
-            # What an update needs of its samples; the policy's own are for its loss
-            drawn = {name: x for name, x in inputs.items() if name.startswith(("prompt_", "proposal_"))}
-            self.pending.append(drawn)
-        return made
+    def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """As [`NegativeTerm.score`]: log-probabilities under the proposal, with gradient where it learns now."""
+        learns = self._learns_from(shape)
+        with self.proposal.gradient_sync(not learns or self.services.accelerator.sync_gradients):
+            scores = replace(scores, proposal=self._log_q(units, shape, gradient=learns))
+        return super().score(units, scores, shape)
 
-    def end_of_micro_batch(self) -> None:
-        """Updates the proposal once its gradient is complete, unless it waits for the policy."""
-        if self.trainer.args.proposal_update_order == "before" and self.trainer.accelerator.sync_gradients:
-            self._step()
+    def score_early(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        return replace(scores, proposal=self._log_q(units, shape, gradient=False))
 
-    # Weights
+    def _log_q(self, units: Units, shape: Shape, gradient: bool) -> torch.Tensor:
+        # Without gradient the bare model serves; wrappers are for passes that carry one
+        model = self.proposal.engine if gradient else self.proposal.module
+        return self.services.scoring.score(model, units, shape, Wanted((EXTRA,)), gradient=gradient).log_p[EXTRA]
 
-    def weigh(
-        self,
-        batch: dict[str, torch.Tensor],
-        log_p: torch.Tensor | None = None,
-        log_p_negative: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
+    def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
+        return scores.proposal.detach() if extra.drawn_log_p is None else extra.drawn_log_p
+
+    # Weigh
+
+    def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
+        """As [`NegativeTerm.weigh`]: of the proposal's samples, under its target and for the policy's loss."""
+        services, extra, size = self.services, units.extra_samples, shape.extra
+        log_w = self._log_weights_of_extra(extra, scores, shape)
+        returns_negative = returns = None
+        if self.args.negative_loss == "reinforce":
+            returns_negative = services.by_prompt(services.returns(extra, scores.of(EXTRA, extra)), size)
+            returns = services.by_prompt(units.returns, shape.generations)
+        coefficients = services.by_unit(self.coefficients(log_w, returns_negative, returns), extra.rewards)
+        return Weights(None, coefficients, services.by_unit(normalize_weights(log_w), extra.rewards), log_w)
+
+    def _log_weights_of_extra(self, extra: CompletionSet, scores: SetScores, shape: Shape) -> torch.Tensor:
+        by_unit = scores.of(EXTRA, extra), self.drawn_log_p(extra, scores), extra.mask
+        log_p, log_q, mask = (self.services.by_prompt(x, shape.extra) for x in by_unit)
+        log_potential = self.services.by_prompt(self.log_potential(extra.rewards), shape.extra)
+        return log_importance_weights(log_p, log_q, log_potential, mask)  # (P, K)
+
+    def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
+        scored = ~self.services.by_prompt(units.extra_samples.rewards, shape.extra).isnan()
+        self.logs.importance(PROPOSAL_FOLDER, weights.log_w, scored)
+        self._watch.compare(units, weights.log_w, self._watch.look(units, scores, shape), shape)
+
+    def weigh_early(self, units: Units, shape: Shape) -> Units:
+        """As [`NegativeTerm.weigh_early`]; where prompts are cut apart, also what the proposal's loss needs of a whole prompt."""
+        units = super().weigh_early(units, shape)
+        if shape.training and not shape.whole:
+            log_q = units.extra_samples.drawn_log_p
+            units = units.with_extra(contrast=self._contrast(units, units.extra_samples.log_p, log_q, log_q, shape))
+        return units
+
+    # Learn
+
+    def _learns_from(self, shape: Shape) -> bool:
+        return shape.training and self._updates_first
+
+    def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
+        """As [`NegativeTerm.learn`]; an update after the policy's keeps the samples instead."""
+        if not shape.training:
+            return
+        if not self._updates_first:
+            self.pending.append((units, shape))
+            return
+        with self.proposal.gradient_sync(self.services.accelerator.sync_gradients):
+            log_q = self.drawn_log_p(units.extra_samples, scores)
+            self._accumulate(units, scores, log_q, shape, self.services.micro_batches())
+
+    def update(self, chunks: list[Units], shape: Shape, advance_schedule: bool = True) -> None:
         """
-        As [`NegativeTerm.weigh`]. The batch has proposal samples with `proposal_old_log_q` of shape `(U, m, T)`, log-probabilities (nats)
-        under the proposal that drew them, and the policy's own samples if these weights serve its loss.
+        One update of the proposal on samples that were drawn, against the policy as it is now.
 
-        Returns:
-            `dict[str, torch.Tensor]`: `proposal_w`, the weights under the proposal's target, and `negative_coefficients` of the policy
-            loss, each of shape `(U, m)`.
+        Args:
+            chunks (`list[Units]`): Micro-batches, each of whole prompts.
+            shape ([`Shape`]): How they were cut.
+            advance_schedule (`bool`): Whether the learning rate moves on, as it does once for each update of the policy.
         """
-        scorer, args, size = self.scorer, self.trainer.args, self.size
-        rewards = batch["proposal_rewards"]
-        log_q, mask = batch["proposal_old_log_q"], batch[f"{NEGATIVE}_mask"]
-        samples = [scorer.by_prompt(x, size) for x in (log_p_negative, log_q, mask)]
-
-        log_potential = scorer.by_prompt(self.log_potential(rewards), size)
-        log_w = log_importance_weights(samples[0], samples[1], log_potential, samples[2])  # (P, K)
-        weights = {"proposal_w": scorer.by_unit(normalize_weights(log_w), rewards)}
-        if "rewards" in batch:  # of the policy's samples: this draw serves its loss
-            scorer.log_importance(PROPOSAL_FOLDER, log_w, scorer.by_prompt(~rewards.isnan(), size))
-            self._watch.compare(batch, log_w, self._watch.look(batch, log_p, log_p_negative))
-            returns_negative = returns = None
-            if args.negative_loss == "reinforce":
-                returns_negative = scorer.by_prompt(scorer.returns(batch, log_p_negative, "proposal_"), size)
-                returns = scorer.by_prompt(batch["returns"], scorer.num_generations)
-            negative = self.coefficients(log_w, returns_negative, returns)
-            weights[COEFFICIENTS[NEGATIVE]] = scorer.by_unit(negative, rewards)
-        return weights
-
-    # Learning
-
-    def update(self, chunks: list[dict[str, torch.Tensor]], advance_schedule: bool = True) -> None:
-        trainer = self.trainer
-        for i, chunk in enumerate(chunks):
+        for i, units in enumerate(chunks):
             with self.proposal.gradient_sync(i == len(chunks) - 1):
-                log_p = self.scorer.score(trainer.model, chunk, (NEGATIVE,), gradient=False).log_p[0]
-                log_q_now = self.scorer.score(self.proposal.engine, chunk, (NEGATIVE,)).log_p[0]
-                log_q = chunk.get("proposal_old_log_q", log_q_now.detach())
-                batch = chunk | self.weigh(chunk | {"proposal_old_log_q": log_q}, None, log_p)
-                batch |= self._contrast(batch, log_p, log_q, log_q_now.detach())
-                self._accumulate(batch, log_q_now, log_p, len(chunks))
+                wanted = Wanted((EXTRA,))
+                scores = self.services.scoring.score(self.services.model, units, shape, wanted, gradient=False)
+                now = units.with_extra(log_p=None)  # against the policy as it is now
+                scores = replace(scores, proposal=self._log_q(units, shape, gradient=True))
+                log_q = self.drawn_log_p(units.extra_samples, scores)
+                log_w = self._log_weights_of_extra(now.extra_samples, scores, shape)
+                target = self.services.by_unit(normalize_weights(log_w), units.extra_samples.rewards)
+                self._accumulate(now.with_extra(weights=target, contrast=None), scores, log_q, shape, len(chunks))
         self._step(advance_schedule)
 
-    def _accumulate(
-        self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor, micro_batches: int
-    ) -> None:
-        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples."""
-        loss = self._loss(batch, log_q_now, log_p)
-        self.proposal.backward(loss / micro_batches)
-        self.scorer.log(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
+    def end_of_update(self) -> None:
+        """Updates the proposal, unless it waits for the policy."""
+        if self._updates_first:
+            self._step()
 
     def _step(self, advance_schedule: bool = True) -> None:
         """Updates the proposal with the gradient it has."""
-        self.scorer.step(advance_schedule)
-        if self.trainer.use_vllm:
-            self.trainer.vllm_generation.changed(PROPOSAL_FOLDER)
+        self.proposal.update(self.logs, PROPOSAL_FOLDER, advance_schedule)
+        if self.services.engine is not None:
+            self.services.engine.changed(PROPOSAL_FOLDER)
+
+    def _accumulate(
+        self, units: Units, scores: SetScores, log_q: torch.Tensor, shape: Shape, micro_batches: int
+    ) -> None:
+        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples; `log_q` is of when they were drawn."""
+        log_p = scores.of(EXTRA, units.extra_samples)
+        if units.extra_samples.contrast is None:
+            contrast = self._contrast(units, log_p, log_q, scores.proposal.detach(), shape)
+            units = units.with_extra(contrast=contrast)
+        loss = self._loss(units, scores.proposal, log_p)
+        self.proposal.backward(loss / micro_batches)
+        self.logs.mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
 
     def _contrast(
-        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_q: torch.Tensor, log_q_now: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+        self, units: Units, log_p: torch.Tensor, log_q: torch.Tensor, log_q_now: torch.Tensor, shape: Shape
+    ) -> torch.Tensor:
         """
-        `proposal_coefficients`, detached, which take all samples of a prompt that have a reward: for CTL the token coefficients w − w⁻_t
-        (w without its second term) of shape `(U, m, T)`; for SIXO the weights towards the policy and for VarGrad the target
-        log-probabilities (nats), of shape `(U, m)`. DPG needs none and gets its weights back.
+        What the loss needs of all samples of a prompt that have a reward, detached: for CTL the token coefficients w − w⁻_t (w without its
+        second term) of shape `(U, m, T)`; for SIXO the weights towards the policy and for VarGrad the target log-probabilities (nats), of
+        shape `(U, m)`. DPG needs none and gets its weights back.
 
         `log_p`, `log_q` and `log_q_now` (U, m, T) are log-probabilities (nats) under the policy, and under the proposal as it was when it
         was sampled and as it is now; detached.
         """
-        scorer, args, rewards = self.scorer, self.trainer.args, batch["proposal_rewards"]
+        args, extra, size = self.args, units.extra_samples, shape.extra
         if args.proposal_loss == "dpg":
-            return {"proposal_coefficients": batch["proposal_w"]}
-        units = (log_q, log_p, batch["proposal_w"], batch[f"{NEGATIVE}_mask"], ~rewards.isnan(), log_q_now)
-        log_q, log_p, weights, mask, scored, log_q_now = (scorer.by_prompt(x, self.size) for x in units)
+            return extra.weights
+        by_unit = (log_q, log_p, extra.weights, extra.mask, ~extra.rewards.isnan(), log_q_now)
+        log_q, log_p, weights, mask, scored, log_q_now = (self.services.by_prompt(x, size) for x in by_unit)
         if args.proposal_loss == "sixo":
             coefficients = sixo_negative_weights(log_q, log_p, weights, mask, scored)
         elif args.proposal_loss == "vargrad":
-            log_potential = scorer.by_prompt(self.log_potential(rewards), self.size)
+            log_potential = self.services.by_prompt(self.log_potential(extra.rewards), size)
             coefficients = vargrad_targets(log_q_now, log_p, log_potential, mask)
         else:
             coefficients = ctl_coefficients(
@@ -212,38 +220,40 @@ class LearnedProposal(DrawnTerm):
                 parameterization=args.proposal_parameterization,
                 scored=scored,
             )
-        return {"proposal_coefficients": scorer.by_unit(coefficients, rewards)}
+        return self.services.by_unit(coefficients, extra.rewards)
 
-    def _loss(self, batch: dict[str, torch.Tensor], log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    def _loss(self, units: Units, log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
         The proposal's loss on one micro-batch, a mean over its samples. `log_q_now` and `log_p` (U, m, T) are log-probabilities (nats)
         under the proposal, with gradient, and under the sampling-time policy.
         """
-        args, mask = self.trainer.args, batch[f"{NEGATIVE}_mask"]
-        if "proposal_engine_ratio" in batch:
-            log_q_now = scale_gradient(log_q_now, batch["proposal_engine_ratio"])
-        weights = batch["proposal_w"], batch["proposal_coefficients"]
+        args, extra = self.args, units.extra_samples
+        if extra.engine_ratio is not None:
+            log_q_now = scale_gradient(log_q_now, extra.engine_ratio)
         if args.proposal_loss == "dpg":
             with torch.no_grad():
-                log_p_all = self._all_log_probs(self.trainer.model, batch)
-            log_q_all = self._all_log_probs(self.proposal.engine, batch)
-            return dpg_loss(log_q_all, log_p_all, batch[f"{NEGATIVE}_ids"], weights[0], mask)
+                log_p_all = self._all_log_probs(self.services.model, units)
+            log_q_all = self._all_log_probs(self.proposal.engine, units)
+            return dpg_loss(log_q_all, log_p_all, extra.ids, extra.weights, extra.mask)
         if args.proposal_loss == "sixo":
-            return sixo_loss(log_q_now, log_p, *weights, mask)
+            return sixo_loss(log_q_now, log_p, extra.weights, extra.contrast, extra.mask)
         if args.proposal_loss == "vargrad":
-            return vargrad_loss(log_q_now, weights[1], mask)
-        return log_ratio_loss(log_q_now, log_p, weights[1], mask, parameterization=args.proposal_parameterization)
+            return vargrad_loss(log_q_now, extra.contrast, extra.mask)
+        return log_ratio_loss(
+            log_q_now, log_p, extra.contrast, extra.mask, parameterization=args.proposal_parameterization
+        )
 
-    def _all_log_probs(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _all_log_probs(self, model: torch.nn.Module, units: Units) -> torch.Tensor:
         """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
-        ids, mask = batch[f"{NEGATIVE}_ids"], batch[f"{NEGATIVE}_mask"]
-        units, m, width = ids.shape
-        input_ids = torch.cat([batch["prompt_ids"].repeat_interleave(m, 0), ids.flatten(0, 1)], dim=1)
-        attention_mask = torch.cat([batch["prompt_mask"].repeat_interleave(m, 0), mask.flatten(0, 1)], dim=1)
+        extra = units.extra_samples
+        count, m, width = extra.ids.shape
+        input_ids = torch.cat([units.prompt_ids.repeat_interleave(m, 0), extra.ids.flatten(0, 1)], dim=1)
+        attention_mask = torch.cat([units.prompt_mask.repeat_interleave(m, 0), extra.mask.flatten(0, 1)], dim=1)
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
             positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
 
-        return self.scorer.score_rows(log_probs, input_ids, attention_mask)[0].view(units, m, width, -1)
+        rows = self.services.scoring.by_length(log_probs, input_ids, attention_mask)
+        return rows[0].view(count, m, width, -1)

@@ -1,118 +1,202 @@
 """The negative term of a policy's loss: weighted samples of the policy's bad outputs, which are pushed down.
 
-A trainer of units has one, whatever the rest of its loss is, and calls:
+A trainer with such a term, whatever the rest of its loss is, calls for each generation batch `source` (what draws extra samples) and
+`draw`, and for each micro-batch `wanted` (what to score), `score`, `weigh`, `observe` and `learn`. Where weights cannot wait
+for the pass with gradient, `draw` computes them too. `end_of_update` follows once the gradient is complete.
 
-- `drawing()`: a context around the policy's own sampling, in which vLLM can draw for both;
-- `sample(rows, batch)` for each generation batch: draws samples, and weighs them where that cannot wait;
-- `learn(inputs, log_p, log_p_negative)` for each micro-batch: gives the coefficients that are still missing; a proposal learns here;
-- `end_of_micro_batch()` once the gradient is there.
-
-The policy's pass with gradient scores the sets in `completions`, and what `by_sampler` adds. The trainer adds them to its loss with
-`own_negative_coefficients` and `negative_coefficients`.
-
-Axis letters: U units of n policy samples and m others, P prompts, N policy samples and K others of a prompt, T completion tokens.
+Axis letters: U units of n policy samples and m extra samples, P prompts, N policy samples and K extra samples of a prompt, T completion
+tokens.
 """
 
-import contextlib
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+from accelerate import Accelerator
+from transformers import TrainerState
 
-from ..engine.sampling import Samples, Scorer, UnitSampling
+from ..engine.logs import Logs
+from ..engine.sampling import Drawing, Source
+from ..engine.scoring import Scoring, SetScores, Wanted, takes_bias
 from ..engine.second_model import PROPOSAL_FOLDER
-from ..generation._samplers import POLICY, Sampler
+from ..engine.units import EXTRA, OWN, CompletionSet, Shape, Units, to_prompts, to_units
 from ..math.importance import normalize_weights
 from ..math.losses import negative_coefficients, negative_reinforce_coefficients
+from ..models._adapters import base_of
 from ..rewards.transforms import class_log_potential, geometric_schedule, indicator_log_potential, tilted_log_potential
 
 
-OWN, NEGATIVE = "completion", "proposal_completion"
-# Names of the coefficients of each set's samples in the loss
-COEFFICIENTS = {OWN: "own_negative_coefficients", NEGATIVE: "negative_coefficients"}
+if TYPE_CHECKING:
+    from .constraint import Constraint
 
 
-def own_prompts(samples: Samples, batch: dict[str, torch.Tensor], m: int) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Services:
     """
-    `prompt_ids` and `prompt_mask` of samples, m for each unit, one row a sample, if they differ from those of the units.
+    What a negative term is given by a trainer.
 
-    Prompts differ where an environment does not always begin in the same way.
+    Args:
+        args ([`~trl_repulse.configs.NegativeTermConfig`]): The trainer's configuration.
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
+        model (`torch.nn.Module`): The policy.
+        drawing ([`Drawing`]), scoring ([`Scoring`]), logs ([`Logs`]): What draws, scores and records.
+        engine ([`~trl_repulse.generation.VLLMGenerator`], *optional*): The vLLM engine.
+        constraint ([`Constraint`], *optional*): A limit on P(bad).
+        beta (`float`): KL coefficient.
+        state (`Callable`): Gives the state of training.
+        micro_batches (`Callable`): Gives the number of micro-batches of the current update.
+        reference_log_prob (`Callable`): Takes units and a set of their samples, and gives the log-probabilities (nats) of completions
+            under the reference, `(U, n)`.
+        returns (`Callable`): Takes a set of samples and their log-probabilities under the policy, and gives transformed rewards less the
+            KL penalty, `(U, n)`.
     """
-    found = [(samples.prompt_ids, samples.prompt_mask), (batch["prompt_ids"], batch["prompt_mask"])]
-    length = max(ids.size(1) for ids, _ in found)
-    own, units = (F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in found)
-    if torch.equal(own, units.repeat_interleave(m, 0)):
-        return {}
-    return {"prompt_ids": samples.prompt_ids, "prompt_mask": samples.prompt_mask}
+
+    args: Any
+    accelerator: Accelerator
+    model: torch.nn.Module
+    drawing: Drawing
+    scoring: Scoring
+    logs: Logs
+    engine: Any
+    constraint: "Constraint | None"
+    beta: float
+    state: Callable[[], TrainerState]
+    micro_batches: Callable[[], int]
+    reference_log_prob: Callable[[Units, CompletionSet], torch.Tensor]
+    returns: Callable[[CompletionSet, torch.Tensor], torch.Tensor]
+
+    @property
+    def takes_bias(self) -> bool:
+        """Whether the policy can be drawn and scored with a bias of its logits."""
+        served = self.args.use_transformers_continuous_batching or (
+            self.args.use_vllm and self.args.vllm_mode == "server"
+        )
+        policy = base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+        return not served and (takes_bias(policy) or not self.scoring.guard.fused_head)
+
+    def by_prompt(self, units: torch.Tensor, size: int) -> torch.Tensor:
+        """`(U, n, ...)` as `(P, size, ...)`. A collective call where prompts are cut apart."""
+        return to_prompts(self.accelerator, units, size)
+
+    def by_unit(self, prompts: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`(P, N, ...)` as this process's `(U, n, ...)`, where `like` has the shape `(U, n)`."""
+        return to_units(self.accelerator, prompts, like)
+
+
+@dataclass
+class Weights:
+    """
+    Weights of a micro-batch's samples.
+
+    Args:
+        own (`torch.Tensor` of shape `(U, n)`, *optional*): What the loss multiplies log-probabilities of policy samples with.
+        extra (`torch.Tensor` of shape `(U, m)`, *optional*): The same of extra samples.
+        target (`torch.Tensor` of shape `(U, m)`, *optional*): Normalized weights of extra samples under a proposal's target.
+        log_w, log_potential, log_p, log_q (`torch.Tensor` of shape `(P, K)`, *optional*): What these were made of, for
+            [`NegativeTerm.observe`]: log-weights, log-potentials, and log-probabilities (nats) under policy and sampler.
+    """
+
+    own: torch.Tensor | None = None
+    extra: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    log_w: torch.Tensor | None = None
+    log_potential: torch.Tensor | None = None
+    log_p: torch.Tensor | None = None
+    log_q: torch.Tensor | None = None
+
+    def added_to(self, units: Units) -> Units:
+        """A copy of units with these weights."""
+        if self.own is not None:
+            units = replace(units, own=replace(units.own, coefficients=self.own))
+        if self.extra is not None:
+            units = units.with_extra(coefficients=self.extra, weights=self.target)
+        return units
 
 
 class NegativeTerm:
     """
-    The negative term of a policy that is its own proposal: its samples, weighed by the potential alone.
+    The negative term of a policy that is its own proposal: its samples, weighted by the potential alone.
 
     Args:
-        trainer ([`UnitSampling`]):
-            Trainer of the policy.
+        services ([`Services`]): What the trainer gives.
     """
 
-    completions: tuple[str, ...] = (OWN,)
-    engine: Any = None  # model that other samples are drawn from; the policy if `None`
+    def __init__(self, services: Services):
+        self.services = services
+        self.args, self.logs = services.args, services.logs
 
-    def __init__(self, trainer: UnitSampling):
-        self.scorer = Scorer(trainer)
-        self.trainer: Any = trainer
-        self.logs = self.scorer.new_table()
+    # Draw
 
-    # The calls of a trainer
-
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the policy's samples are drawn."""
-        return contextlib.nullcontext()
-
-    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """
-        Samples and coefficients that are added to a generation batch.
-
-        Args:
-            rows (`list[dict]`):
-                This process's rows of the dataset, one a policy sample.
-            batch (`dict[str, torch.Tensor]`):
-                Their units: `prompt_ids` and `prompt_mask` of shape `(U, L)`, `completion_ids` and `completion_mask` of shape
-                `(U, n, T)`, `rewards` of shape `(U, n)` and, where there are some, `old_log_p` (nats, under the sampling-time
-                policy) of shape `(U, n, T)` and `returns` of shape `(U, n)`.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Samples and, if they are weighed now, their coefficients, with U first.
-        """
-        return self.weigh(batch) if self.scorer.weighs_early else {}
-
-    def learn(
-        self, inputs: dict[str, torch.Tensor], log_p: torch.Tensor | None, log_p_negative: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """
-        Coefficients that a micro-batch does not have yet.
-
-        Args:
-            inputs (`dict[str, torch.Tensor]`):
-                Its units.
-            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
-                Log-probabilities (nats) under the policy, detached: of its own samples at sampling time, and of the others now.
-                Not needed if samples were weighed as they were drawn.
-        """
-        made = COEFFICIENTS[self.completions[-1]] in inputs
-        return {} if made else self.weigh(inputs, log_p, log_p_negative)
-
-    def end_of_micro_batch(self) -> None:
-        """Updates a proposal, once the gradient of an update is complete."""
-
-    def by_sampler(self, batch: dict[str, torch.Tensor]) -> tuple[Sampler, dict[str, torch.Tensor]] | None:
-        """Another sampler under which the policy's pass gives log-probabilities too, and of which samples."""
+    def source(self, shape: Shape) -> Source | None:
+        """What draws extra samples for the next generation batch; `None` if none are drawn. A collective call."""
         return None
 
-    def needed(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The completions that the policy's pass has to score, by set, where these are not all: those that have a weight."""
-        return {NEGATIVE: batch[COEFFICIENTS[NEGATIVE]] != 0} if COEFFICIENTS[NEGATIVE] in batch else {}
+    def draw(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source | None) -> Units:
+        """
+        Adds extra samples to the units of a generation batch, and weights where these cannot wait.
+
+        Args:
+            rows (`list[dict]`): This process's rows of the dataset, one a policy sample.
+            units ([`Units`]): Units with the policy's samples.
+            shape ([`Shape`]): How the batch is cut.
+            source ([`Source`], *optional*): What [`source`] gave before the policy's samples were drawn.
+        """
+        return self.weigh_early(units, shape) if shape.early else units
+
+    def weigh_early(self, units: Units, shape: Shape) -> Units:
+        """Weighs the samples of a generation batch as they are drawn."""
+        weights = self.weigh(units, SetScores(), shape)
+        self.observe(units, SetScores(), weights, shape)
+        return weights.added_to(units)
+
+    # Score
+
+    def wanted(self, units: Units) -> Wanted:
+        """What the policy's pass has to score."""
+        return Wanted()
+
+    def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """Adds to the policy's scores those of a proposal."""
+        return scores
+
+    # Weigh
+
+    def is_weighed(self, units: Units) -> bool:
+        """Whether samples have their weights."""
+        return units.own.coefficients is not None
+
+    def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
+        """
+        Weights of the samples; changes nothing. Here of the policy's own, whose log-probabilities are not needed.
+
+        Args:
+            units ([`Units`]): Units with rewards and, for `negative_loss="reinforce"`, `returns`.
+            scores ([`SetScores`]): Log-probabilities under the policy.
+            shape ([`Shape`]): How the batch is cut.
+        """
+        log_potential = self.services.by_prompt(self.log_potential(units.own.rewards), shape.generations)  # (P, N)
+        log_w = torch.where(log_potential.isnan(), -torch.inf, log_potential)
+        returns = None
+        if self.args.negative_loss == "reinforce":
+            returns = self.services.by_prompt(units.returns, shape.generations)
+        own = self.coefficients(log_w, returns, returns)
+        return Weights(own=self.services.by_unit(own, units.own.rewards), log_w=log_w, log_potential=log_potential)
+
+    def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
+        """Logs what was weighed, and lets whatever adapts to it know. A collective call."""
+        self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
+
+    # Learn
+
+    def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
+        """Accumulates a proposal's gradient from the extra samples of a micro-batch."""
+
+    def end_of_update(self) -> None:
+        """Updates a proposal, once the gradient of an update is complete."""
+
+    # What a checkpoint keeps
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, for JSON."""
@@ -125,57 +209,29 @@ class NegativeTerm:
     def load_state(self, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restores what [`state`] and [`tensors`] gave."""
 
-    # Sampling
+    # Parts of weights
 
     @property
-    def mode(self) -> str:
-        return self.scorer.mode
-
-    @property
-    def sampler(self) -> Sampler:
-        """What draws the other samples from the model's logits."""
-        return POLICY
-
-    @property
-    def size(self) -> int:
-        """K: the number of other samples of a prompt."""
-        configured = self.trainer.args.num_proposal_generations
-        return configured if self.mode == "train" and configured is not None else self.scorer.num_generations
-
-    @property
-    def unit_sizes(self) -> tuple[int, int]:
-        """n and m: the numbers of the policy's and of other samples in a unit."""
-        n = self.scorer.unit_size
-        return n, self.size * n // self.scorer.num_generations
-
-    def draw(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Samples for the prompts of a generation batch, in the units of its policy samples."""
-        n, m = self.unit_sizes
-        if m != n:
-            rows = [row for row in rows[::n] for _ in range(m)]
-        samples = self.scorer.draw(rows, self.size, self.logs, self.engine, self.sampler)
-        units = samples.in_units(m, "proposal_")
-        units |= {f"{NEGATIVE}_{name}": x.unflatten(0, (-1, m)) for name, x in own_prompts(samples, batch, m).items()}
-        return {name: batch[name] for name in ("prompt_ids", "prompt_mask")} | units
-
-    # Weights
+    def bad_reward_threshold(self) -> float | None:
+        """Reward under which a sample is bad; `None` if it is not known."""
+        return self.args.bad_reward_threshold
 
     def scheduled(self, name: str) -> float:
         """`alpha` or `target_dist_beta` at this update."""
-        args, state, constraint = self.trainer.args, self.trainer.state, self.scorer.constraint
-        if name == "alpha" and constraint is not None:
-            return constraint.multiplier
-        start, end = getattr(args, f"{name}_start"), getattr(args, name)
+        if name == "alpha" and self.services.constraint is not None:
+            return self.services.constraint.multiplier
+        start, end = getattr(self.args, f"{name}_start"), getattr(self.args, name)
         if start is None:
             return end
+        state = self.services.state()
         last = max(state.max_steps - 1, 1)
         return geometric_schedule(start, end, min(state.global_step / last, 1.0))
 
     def log_potential(self, rewards: torch.Tensor) -> torch.Tensor:
         """log φ (nats) of each sample, from raw rewards, not transformed ones."""
-        args, beta = self.trainer.args, self.scheduled("target_dist_beta")
+        args, beta = self.args, self.scheduled("target_dist_beta")
         if args.potential == "indicator":
-            threshold = self.scorer.bad_reward_threshold
+            threshold = self.bad_reward_threshold
             return indicator_log_potential(rewards, -math.inf if threshold is None else threshold)
         if args.potential == "class":
             return class_log_potential(rewards, beta, args.target_class)
@@ -193,7 +249,7 @@ class NegativeTerm:
             returns_negative, returns (`torch.Tensor` of shape `(P, K)` and `(P, N)`, *optional*):
                 Returns of these samples and of the policy's, which `negative_loss="reinforce"` needs.
         """
-        args, alpha = self.trainer.args, self.scheduled("alpha")
+        args, alpha = self.args, self.scheduled("alpha")
         normalized_w = normalize_weights(log_w)
         if args.negative_loss == "push_down":
             return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
@@ -202,65 +258,55 @@ class NegativeTerm:
             normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
         )
 
-    def weigh(
-        self,
-        batch: dict[str, torch.Tensor],
-        log_p: torch.Tensor | None = None,
-        log_p_negative: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """
-        Weighs the samples of the negative term; here the policy's own, whose log-probabilities are not needed.
 
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units with `rewards` of shape `(U, n)` and, for `negative_loss="reinforce"`, `returns` of the same shape.
-            log_p, log_p_negative (`torch.Tensor` of shape `(U, n, T)` and `(U, m, T)`, *optional*):
-                Log-probabilities (nats) of the policy's own samples and of the others under the sampling-time policy, detached.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The [`COEFFICIENTS`] of each set that has weights.
-        """
-        scorer, args, rewards = self.scorer, self.trainer.args, batch["rewards"]
-        size = scorer.num_generations
-        log_w = scorer.by_prompt(self.log_potential(rewards), size)  # (P, N)
-        scored = ~log_w.isnan()
-        log_w = torch.where(scored, log_w, -torch.inf)
-        scorer.log_importance("negative", log_w, scored)
-        returns = scorer.by_prompt(batch["returns"], size) if args.negative_loss == "reinforce" else None
-        return {COEFFICIENTS[OWN]: scorer.by_unit(self.coefficients(log_w, returns, returns), rewards)}
-
-
-class DrawnTerm(NegativeTerm):
+class ExtraSamplesTerm(NegativeTerm):
     """A negative term of samples that are drawn for it, in addition to the policy's own."""
 
-    completions = (OWN, NEGATIVE)
-    drawn_log_p: str  # name of the samples' log-probabilities under what drew them, in batches that are weighed early
+    def draw(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source | None) -> Units:
+        """As [`NegativeTerm.draw`], with extra samples from `source`."""
+        units = replace(units, extra=self.services.drawing.draw_extra(rows, units, shape, source or Source()))
+        units = self.after_drawing(units, shape)
+        return self.weigh_early(units, shape) if shape.early else units
 
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """As [`NegativeTerm.drawing`]; vLLM draws the others in the same call, if it can."""
-        if not self.trainer.use_vllm:
-            return contextlib.nullcontext()
-        name = "policy" if self.engine is None else PROPOSAL_FOLDER
-        return self.trainer.vllm_generation.together(name, self.unit_sizes, self.sampler)
+    def after_drawing(self, units: Units, shape: Shape) -> Units:
+        """Sees a generation batch with its extra samples, before anything is scored, and may add to it. All processes call it."""
+        return units
 
-    def sample(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        drawn = self.draw(rows, batch)
-        if not self.scorer.weighs_early:
-            return drawn
-        batch = batch | drawn
-        by_sampler, needed = self.by_sampler(batch), self.needed(batch)
-        names = (NEGATIVE,) if "old_log_p" in batch and by_sampler is None else (NEGATIVE, OWN)
-        if "old_log_p" in batch and by_sampler is not None:
-            needed[OWN] = by_sampler[1][OWN]
-        options = {"gradient": False, "by_sampler": by_sampler, "needed": needed}
-        scores = self.scorer.score(self.trainer.model, batch, names, **options)
-        log_p = dict(zip(names, scores.log_p, strict=True))
-        own_log_p = batch["old_log_p"] if "old_log_p" in batch else log_p[OWN]
-        early = self.weigh_early(batch | scores.by_sampler, own_log_p, log_p[NEGATIVE])
-        return drawn | {"proposal_old_log_p": log_p[NEGATIVE]} | early  # (U, m, T)
+    def weigh_early(self, units: Units, shape: Shape) -> Units:
+        """As [`NegativeTerm.weigh_early`]; what is scored for it is kept, since the policy changes until samples are used."""
+        wanted, extra = self.wanted(units), units.extra_samples
+        sets, needed = (EXTRA, OWN), wanted.needed
+        if units.own.log_p is not None and wanted.sampler is None:
+            sets = (EXTRA,)
+        elif units.own.log_p is not None:  # only those that are scored under the sampler
+            needed = needed | {OWN: wanted.by_sampler[OWN]}
+        wanted = replace(wanted, sets=sets, needed=needed)
+        scores = self.services.scoring.score(self.services.model, units, shape, wanted, gradient=False)
+        scores = self.score_early(units, scores, shape)
+        units = units.with_extra(log_p=scores.log_p[EXTRA], drawn_log_p=self.drawn_log_p(extra, scores))
+        weights = self.weigh(units, scores, shape)
+        self.observe(units, scores, weights, shape)
+        return weights.added_to(units)
 
-    def weigh_early(
-        self, batch: dict[str, torch.Tensor], log_p: torch.Tensor, log_p_negative: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Coefficients of samples that were just drawn, and what else [`learn`] needs of them."""
-        return self.weigh(batch, log_p, log_p_negative)
+    def score_early(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """As [`score`], without gradient, of samples that were just drawn."""
+        return scores
+
+    def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
+        """Log-probabilities (nats) of extra samples under what drew them, `(U, m, T)`, detached."""
+        return scores.of(EXTRA, extra)
+
+    def wanted(self, units: Units) -> Wanted:
+        """As [`NegativeTerm.wanted`]: the policy's samples and, of the extra ones, those that have a weight."""
+        coefficients = units.extra_samples.coefficients
+        return Wanted((OWN, EXTRA), {} if coefficients is None else {EXTRA: coefficients != 0})
+
+    def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """As [`NegativeTerm.score`]; compares a vLLM engine's log-probabilities with the model's."""
+        extra, limit = units.extra_samples, self.args.vllm_logp_difference_threshold
+        if extra.engine_log_p is not None:
+            self.logs.compare_engine(extra, self.drawn_log_p(extra, scores), limit, f"{PROPOSAL_FOLDER}/")
+        return scores
+
+    def is_weighed(self, units: Units) -> bool:
+        return units.extra_samples.coefficients is not None

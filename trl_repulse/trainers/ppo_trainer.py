@@ -5,6 +5,7 @@ Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens,
 
 import functools
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from ..configs import PPOConfig
 from ..data._checks import check_adapters
-from ..engine.metrics import Moments, Pooled, mean, share_explained
+from ..engine.logs import Moments, Pooled, mean, share_explained
 from ..engine.preparation import VALUE_MODEL, as_trained
-from ..engine.records import record_advantages
 from ..engine.resume import RESUME_STATE
-from ..engine.scoring import RewardFunc, check_separate_rewards, prepare_scoring
+from ..engine.reward_functions import RewardFunc, check_separate_rewards
+from ..engine.scoring import prepare_scoring
 from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, check_value_model, token_values
 from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
@@ -27,7 +28,8 @@ from ..models._deepspeed import zero_stage
 from ..models._layout import Layout
 from ..models._loading import check_same_tokens
 from ..models._model_checks import check_separate
-from ._grpo_base import GRPOBase
+from ._grpo_loss import GRPOLossTrainer
+from .base_trainer import SecondModelArguments
 
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class _HoldPolicy(TrainerCallback):
             self._trainer.model.zero_grad(set_to_none=True)
 
 
-class PPOTrainer(GRPOBase):
+class PPOTrainer(GRPOLossTrainer):
     """
     Trainer for PPO ([Proximal Policy Optimization Algorithms](https://huggingface.co/papers/1707.06347)).
 
@@ -104,8 +106,8 @@ class PPOTrainer(GRPOBase):
             }"""),
     }
     _config_cls = PPOConfig
-    _withheld = (*GRPOBase._withheld, *RESUME_STATE)
-    _dropped = (*GRPOBase._dropped, "frac_reward_zero_std")  # of groups
+    _withheld = (*GRPOLossTrainer._withheld, *RESUME_STATE)
+    _dropped = (*GRPOLossTrainer._dropped, "frac_reward_zero_std")  # of groups
 
     def __init__(
         self,
@@ -115,18 +117,22 @@ class PPOTrainer(GRPOBase):
         *rest: Any,
         value_model: str | PreTrainedModel | None = None,
         value_peft_config: "PeftConfig | None" = None,
+        second: SecondModelArguments | None = None,
         **options: Any,
     ):
-        self._passed = {"value_model": value_model, **self._passed}
         check_adapters(None, value_peft_config)
-        self._value_peft_config = value_peft_config
-        super().__init__(model, reward_funcs, args, *rest, **options)
-        value = self._initial_value
+        second = replace(
+            second or SecondModelArguments(), value_model=value_model, value_peft_config=value_peft_config
+        )
+        super().__init__(model, reward_funcs, args, *rest, second=second, **options)
+
+    def _add_value_model(self) -> None:
+        value, value_model = self._initial_value, self._second_arguments.value_model
         prepare_scoring(base_of(value))
         with as_trained(self, value):
             check_value_model(value, self.model)
         self._guard_model(VALUE_MODEL, value)
-        if isinstance(value_model, str) and value_model != model:
+        if isinstance(value_model, str) and value_model != self.model.config._name_or_path:
             check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
         if is_peft_model(value) and self.args.activation_checkpointing:
             value.enable_input_require_grads()
@@ -134,7 +140,7 @@ class PPOTrainer(GRPOBase):
         self.value = SecondModel(
             value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
         )
-        self._second_models = {VALUE_FOLDER: self.value}
+        self.second_models[VALUE_FOLDER] = self.value
         if self.args.value_warmup_steps > 0:
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
@@ -145,7 +151,12 @@ class PPOTrainer(GRPOBase):
         self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
 
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
-        value_model, value_peft_config = self._passed["value_model"], self._value_peft_config
+        second = self._second_arguments
+        value_model, value_peft_config, proposal_model = (
+            second.value_model,
+            second.value_peft_config,
+            second.proposal_model,
+        )
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
@@ -160,7 +171,6 @@ class PPOTrainer(GRPOBase):
         if not isinstance(model, str) and value_model is not None:
             remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
             check_separate(value, "`value_model`", model, "`model`", (True, peft_config is None), remedy)
-        proposal_model = self._passed.get("proposal_model")
         if value_model is not None and proposal_model is not None and not isinstance(proposal_model, str):
             remedy = "pass `copy.deepcopy` of one of them."
             check_separate(value, "`value_model`", proposal_model, "`proposal_model`", (True, True), remedy)
@@ -168,20 +178,16 @@ class PPOTrainer(GRPOBase):
 
     # Sampling and credit
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
-        batch = super()._generate_and_score_completions(inputs)
-        return batch | self._credit(batch, batch["rewards"])
-
-    def _credit(self, batch: dict[str, torch.Tensor], rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _credit(self, batch: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
         """
-        What the losses need of a generation batch that TRL sampled and scored, from its rewards (B,), NaN where there is none.
+        What the losses need of a generation batch that TRL sampled and scored, from its `rewards` (B,), NaN where there is none.
 
         Returns:
             `dict[str, torch.Tensor]`: `advantages`, `returns`, `old_values` and `credit_mask` (1 at the tokens that take
             part), each of shape `(B, T)`, and `num_items_in_batch`, the number of those tokens in all processes; with a KL
             penalty also `sampling_log_p` `(B, T)`, the log-probabilities (nats) that it was made of.
         """
-        counted = batch["completion_mask"] * batch.get("tool_mask", 1)  # (B, T)
+        rewards, counted = batch["rewards"], batch["completion_mask"] * batch.get("tool_mask", 1)  # (B,) and (B, T)
         mask = counted * ~rewards.isnan().unsqueeze(1)
         log_p = log_ref = torch.zeros_like(mask, dtype=torch.float32)
         if self.beta != 0.0:
@@ -203,7 +209,7 @@ class PPOTrainer(GRPOBase):
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum_over_processes)
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # in the place of GRPO's, which are of groups
-        record_advantages(self, torch.arange(len(mask), device=mask.device), means, len(mask))
+        self._tables.record_advantages(torch.arange(len(mask), device=mask.device), means, len(mask))
         return {
             "advantages": advantages,
             "returns": returns,
@@ -218,13 +224,13 @@ class PPOTrainer(GRPOBase):
         input_ids, attention_mask, width = _joined(batch)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             return self._get_per_token_logps_and_entropies(
-                self.model, input_ids, attention_mask, width, batch_size=self._micro_batch_size()
+                self.model, input_ids, attention_mask, width, batch_size=self.shape.micro_batch
             )[0]
 
     def _sampling_values(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
         input_ids, attention_mask, width = _joined(batch)
-        module, size = self.value.module, self._micro_batch_size()
+        module, size = self.value.module, self.shape.micro_batch
         with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
             return self._values(module, input_ids, attention_mask, width, size)
 
@@ -236,11 +242,11 @@ class PPOTrainer(GRPOBase):
         def values(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> tuple[torch.Tensor]:
             return (token_values(model, self.accelerator, ids, mask, layout),)
 
-        return self._in_rows(values, ids, mask, width, size)[0]
+        return self._scoring.in_rows(values, ids, mask, width, size)[0]
 
     # Losses
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _own_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         # Tokens of an average micro-batch: sums over it add up to a token mean, however a batch is split
         denominator = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:
@@ -248,7 +254,7 @@ class PPOTrainer(GRPOBase):
 
         self._learn_values(inputs, denominator)  # its activations are gone before the policy's come
         with without_kl(self):
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._own_loss(model, inputs)
 
         log_p = self._scored_log_p
         old_log_p = inputs.get("old_per_token_logps", log_p)
@@ -270,24 +276,18 @@ class PPOTrainer(GRPOBase):
         self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)
         self._log_share(f"{VALUE_FOLDER}/clip_fraction", clipped, inputs)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
-            self._update_second(VALUE_FOLDER)
-        return loss
-
     # Logging
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
-        targets, errors = (self._gathered_moments(x[mask != 0]) for x in (returns, returns - values))
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics[f"{VALUE_FOLDER}/explained_variance"].append(Pooled(share_explained, targets, errors))
-        self._record({f"{VALUE_FOLDER}/mean": mean}, self._gathered_moments(values[mask != 0]))
+        logs = self._logs_of_run
+        targets, errors = (logs.gathered(Moments.of(x[mask != 0])) for x in (returns, returns - values))
+        logs.metrics[f"{VALUE_FOLDER}/explained_variance"].append(Pooled(share_explained, targets, errors))
+        logs.mean(f"{VALUE_FOLDER}/mean", values[mask != 0])
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
-        self._record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
+        self._logs_of_run.record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

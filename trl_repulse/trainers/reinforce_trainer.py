@@ -1,27 +1,28 @@
 """REINFORCE as the RePULSe paper runs it, on TRL's GRPO trainer.
 
-Axis letters: P prompts, N completions per prompt, B = P·N rows of a generation batch, L prompt tokens, T completion
-tokens. U units of the buffer that TRL shuffles and splits into micro-batches: a unit is a prompt with all its
-completions (n = N) where a micro-batch holds whole prompts, and a single completion (n = 1) where it does not.
+Axis letters: P prompts, N completions per prompt, T completion tokens. U units of the buffer that TRL shuffles and splits into
+micro-batches: a unit is a prompt with all its completions (n = N) where a micro-batch holds whole prompts, and a single completion
+(n = 1) where it does not.
 """
 
-import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .._numbers import is_bad
 from ..configs import ReinforceConfig
-from ..engine.metrics import Moments, mean
-from ..engine.records import REPULSE_PAPER, record_advantages, record_samples
-from ..engine.sampling import UnitSampling
-from ..math.importance import sequence_log_prob
+from ..engine.logs import Moments, mean
+from ..engine.records import REPULSE_PAPER
+from ..engine.scoring import SetScores
+from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
+from ..math.losses import WeightedSamples, repulse_loss
 from ..math.returns import compute_advantages, cvar_rewards, cvar_schedule
 from ..method.constraint import Constraint
-from ._grpo_base import GRPOBase
+from .base_trainer import BaseTrainer
 
 
-class ReinforceTrainer(UnitSampling, GRPOBase):
+class ReinforceTrainer(BaseTrainer):
     """
     Trainer for REINFORCE with the conventions of the RePULSe paper ([Reducing the Probability of Undesirable Outputs
     in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
@@ -64,9 +65,10 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
     _name = "REINFORCE"
     _paper = REPULSE_PAPER
     _config_cls = ReinforceConfig
+    _keeps_prompts_whole = True
     loss_is_scaled_for_ga = False  # the Trainer divides the loss by the number of accumulated micro-batches
 
-    def _check_turns(self, **given: Any) -> None:
+    def _check_turns(self, args: Any, **given: Any) -> None:
         name = next(filter(given.get, given), None)
         if name is not None:
             raise ValueError(
@@ -74,7 +76,13 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
                 "`PPOTrainer`, or `RePULSeGRPOTrainer` with `alpha=0`."
             )
 
-    # Sampling
+    def _build_services(self) -> None:
+        super()._build_services()
+        if self.args.max_bad_probability is not None:
+            start = 1.0 if self.args.charges_bad else self.args.alpha
+            self.constraint = Constraint(self.args, self._logs_of_run, start)
+
+    # Step 1: draw
 
     def _generate(self, prompts: list):
         prompt_ids, completion_ids, tool_mask, completions, *rest = super()._generate(prompts)
@@ -85,42 +93,32 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         return prompt_ids, completion_ids, tool_mask, completions, *rest
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        mode = "train" if self.model.training else "eval"
-        samples = self._draw(inputs)
-        self._local_batch_rows = len(inputs)
-        record_samples(self, samples, self._logs, "policy")
-        n = self._unit_size(mode)
-        batch = {
-            "prompt_ids": samples.prompt_ids[::n],  # (U, L)
-            "prompt_mask": samples.prompt_mask[::n],  # (U, L)
-            **samples.in_units(n),  # (U, n, T), rewards (U, n)
-            "rows": torch.arange(len(inputs), device=self.accelerator.device).view(-1, n),  # (U, n)
-        }
-        if self.beta != 0.0:
-            batch["ref_log_prob"] = self._reference_log_prob(batch)  # (U, n)
-        if mode == "train" and not self._on_policy:
-            batch["old_log_p"] = self._score(self.model, batch, gradient=False).log_p[0]  # (U, n, T)
-        if not self._credit_in_loss(mode):
-            log_p = batch.get("old_log_p")
-            if log_p is None and self.beta != 0.0:
-                log_p = self._score(self.model, batch, gradient=False).log_p[0]
-            batch |= self._credit(batch, log_p)
-        return batch
+        return self._draw_own(inputs, self.shape).to_batch()
 
-    def _credit_in_loss(self, mode: str) -> bool:
+    def _draw_own(self, rows: list[dict[str, Any]], shape: Shape) -> Units:
+        """Units of the policy's samples, with what has to be scored before the policy changes."""
+        self._check_batch(rows)
+        units = self._drawing.draw_own(rows, shape)
+        own, self._local_batch_rows = units.own, len(rows)
+        if self.beta != 0.0:
+            own.ref_log_p = self._reference_log_prob(units, own)
+        scores = SetScores()
+        if shape.training and not self._on_policy:
+            own.log_p = self._scoring.score(self.model, units, shape, gradient=False).log_p[OWN]
+        if self._advantages_can_wait(shape):
+            return units
+        if own.log_p is None and self.beta != 0.0:
+            scores = self._scoring.score(self.model, units, shape, gradient=False)
+        return self._credit(units, scores, shape)
+
+    def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
         of_batch = self.args.normalize_advantages or (
             self.args.cvar_level is not None and self.args.cvar_over == "batch"
         )
-        return not of_batch and not self._weighs_early(mode)
+        return not of_batch and not shape.early
 
-    # Credit
-
-    @functools.cached_property
-    def _constraint(self) -> Constraint | None:
-        if self.args.max_bad_probability is None:
-            return None
-        return Constraint(self, 1.0 if self.args.charges_bad else self.args.alpha)
+    # Step 3: weigh
 
     @property
     def transforms_rewards(self) -> bool:
@@ -131,103 +129,94 @@ class ReinforceTrainer(UnitSampling, GRPOBase):
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self.args.charges_bad:
             bad = is_bad(rewards, self.args.bad_reward_threshold)
-            transformed = torch.where(bad, transformed - self._constraint.multiplier, transformed)
+            transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        """Lets the constraint, if there is one, know of the policy's samples."""
-        if self._constraint is not None:
+        """Lets the constraint, if there is one, see the policy's samples."""
+        if self.constraint is not None:
             bad = is_bad(rewards, self.args.bad_reward_threshold).float()
-            self._constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
+            self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
-    def _kl(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
-        """Σ_t (log p − log p_0) of each completion, shape (U, n), nats; zeros where no KL penalty is asked for."""
-        if self.beta == 0.0:
-            return torch.zeros_like(batch[f"{name}rewards"])
-        return sequence_log_prob(log_p, batch[f"{name}completion_mask"]) - batch[f"{name}ref_log_prob"]
-
-    def _returns(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None, name: str = "") -> torch.Tensor:
-        """What the policy maximises: transformed reward without the KL penalty, of each completion, shape (U, n)."""
-        return self._transform(batch[f"{name}rewards"]) - self.beta * self._kl(batch, log_p, name)
-
-    def _tail(self, rewards: torch.Tensor, generations: int) -> torch.Tensor:
-        """Rewards whose mean is that of the worst among them, of each completion, shape (U, n); logs it."""
-        args, state, mode = self.args, self.state, "train" if self.model.training else "eval"
+    def _tail(self, rewards: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Rewards whose mean is that of the worst among them, of each completion, `(U, n)`; logs it."""
+        args, state, generations, accelerator = self.args, self.state, shape.generations, self.accelerator
         level = args.cvar_level  # in evaluation always the same
-        if mode == "train":
+        if shape.training:
             progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
             level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
         if args.cvar_over == "batch":  # the generation batch, that of all processes
-            everyone = self.accelerator.gather(rewards.flatten()).view(1, -1)
-            tail = cvar_rewards(everyone, level).flatten()[self._local_rows(rewards.numel())].view_as(rewards)
+            everyone = accelerator.gather(rewards.flatten()).view(1, -1)
+            tail = cvar_rewards(everyone, level).flatten()[local_rows(accelerator, rewards.numel())].view_as(rewards)
             generations = everyone.numel()
         else:
-            tail = self._to_units(cvar_rewards(self._to_prompts(rewards, generations), level), rewards)
+            tail = to_units(accelerator, cvar_rewards(to_prompts(accelerator, rewards, generations), level), rewards)
         # A share of less than one sample has no mean, as in an evaluation with one completion a prompt
         if level * generations >= 1:
-            self._log_mean("reward_cvar", tail)
-        self._metrics[mode]["cvar_level"].append(level)
+            self._logs_of_run.mean("reward_cvar", tail)
+        self._metrics[shape.mode]["cvar_level"].append(level)
         return tail
 
-    def _credit(self, batch: dict[str, torch.Tensor], log_p: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """
-        What each policy sample's log-probability is multiplied with in the loss.
-
-        Args:
-            batch (`dict[str, torch.Tensor]`):
-                Units of policy samples with their rewards.
-            log_p (`torch.Tensor` of shape `(U, n, T)`, *optional*):
-                Log-probabilities under the sampling-time policy, detached; needed with a KL penalty.
-
-        Returns:
-            `dict[str, torch.Tensor]`: `coefficients` and `returns`, each of shape `(U, n)`.
-        """
-        mode = "train" if self.model.training else "eval"
-        generations = self._num_generations(mode)
-        kl = self._kl(batch, log_p)
-        self._observe(batch["rewards"])
-        rewards = self._transform(batch["rewards"])
+    def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:
+        """Units with `advantages` and `returns`, from rewards and, with a KL penalty, log-probabilities under the policy that was sampled."""
+        own, generations, accelerator = units.own, shape.generations, self.accelerator
+        kl = self._kl(own, None if self.beta == 0.0 else scores.of(OWN, own))
+        self._observe(own.rewards)
+        rewards = self._transform(own.rewards)
         returns = aims = rewards - self.beta * kl
         if self.args.cvar_level is not None:
-            aims = self._tail(rewards, generations) - self.beta * kl
+            aims = self._tail(rewards, shape) - self.beta * kl
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
         elif self.args.normalize_advantages:  # over the generation batch, that of all processes
-            everyone = self.accelerator.gather(aims.flatten()).view(-1, generations)  # (P, N)
+            everyone = accelerator.gather(aims.flatten()).view(-1, generations)  # (P, N)
             advantages = compute_advantages(everyone, *baseline, normalize=True)
-            advantages = advantages.flatten()[self._local_rows(returns.numel())].view_as(returns)
+            advantages = advantages.flatten()[local_rows(accelerator, returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(self._to_prompts(aims, generations), *baseline)
-            advantages = self._to_units(advantages, returns)
+            advantages = compute_advantages(to_prompts(accelerator, aims, generations), *baseline)
+            advantages = to_units(accelerator, advantages, returns)
 
-        names = ("completion_ids", "completion_mask", "rewards")
-        self._log_distinct(*(self._to_prompts(batch[name], generations) for name in names))
-        self._log_returns(batch["rewards"], kl, batch["completion_mask"].sum(), kl.nansum())
-        record_advantages(self, batch["rows"], advantages, self._local_batch_rows)
-        return {"coefficients": advantages, "returns": returns}
+        samples = (to_prompts(accelerator, x, generations) for x in (own.ids, own.mask, own.rewards))
+        self._logs_of_run.distinct(*samples)
+        self._log_returns(own.rewards, kl, own.mask.sum(), kl.nansum())
+        self._tables.record_advantages(units.rows, advantages, self._local_batch_rows)
+        return replace(units, advantages=advantages, returns=returns)
 
-    # Loss
+    # Step 4: the policy's loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        (log_p,), entropy, aux_loss, _ = self._score(model, inputs)
-        self._log_engine(inputs, "completion", inputs.get("old_log_p", log_p.detach()))
-        if "coefficients" not in inputs:
-            inputs = inputs | self._credit(inputs, inputs.get("old_log_p", log_p.detach()))
-        loss = self._policy_loss(log_p, inputs["completion_mask"], inputs["coefficients"], inputs.get("old_log_p"))
-        return self._finish_policy_loss(loss, entropy, aux_loss, inputs)
+        units, shape = Units.of(inputs), self.shape
+        scores = self._scoring.score(model, units, shape)
+        self._compare_engine(units, scores)
+        if units.advantages is None:
+            units = self._credit(units, scores, shape)
+        return self._finish(self._loss(units, scores), units, scores)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._constraint is not None and self.accelerator.sync_gradients:
-            self._constraint.update()
-        return loss
+    def _compare_engine(self, units: Units, scores: SetScores) -> None:
+        """Compares a vLLM engine's log-probabilities with the model's."""
+        if units.own.engine_log_p is not None:
+            limit = self.args.vllm_logp_difference_threshold
+            self._logs_of_run.compare_engine(units.own, scores.of(OWN, units.own), limit)
 
-    def _finish_policy_loss(self, loss, entropy, aux_loss, inputs) -> torch.Tensor:
-        loss = self._mean_of_real(loss, inputs["completion_mask"].shape[:2].numel())
+    def _loss(self, units: Units, scores: SetScores) -> torch.Tensor:
+        """[`~trl_repulse.math.losses.repulse_loss`] of the samples that have weights."""
+        own, extra, advantages = units.own, units.extra, units.advantages
+        if own.coefficients is not None:
+            advantages = advantages + own.coefficients
+        samples = [WeightedSamples(scores.log_p[OWN], own.mask, advantages, own.log_p)]
+        if extra is not None and extra.coefficients is not None:
+            old_log_p = None if self._on_policy else extra.log_p
+            samples.append(WeightedSamples(scores.log_p[EXTRA], extra.mask, extra.coefficients, old_log_p))
+        clipping = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        return repulse_loss(*samples, reduction=self.args.logprob_reduction, **clipping)
+
+    def _finish(self, loss: torch.Tensor, units: Units, scores: SetScores) -> torch.Tensor:
+        """The loss over the samples that count, with a router's loss; logs the entropy."""
+        logs, mask = self._logs_of_run, units.own.mask
+        loss = logs.mean_of_real(loss, mask.shape[:2].numel())
         if self.aux_loss_enabled:
-            loss = loss + self.router_aux_loss_coef * aux_loss
-            self._record({"aux_loss": mean}, self._gathered(Moments.alike(aux_loss.item(), self._loss_count)))
-        mask = inputs["completion_mask"]
-        self._log_token_mean("entropy", (entropy * mask).sum(), mask.sum())
+            loss = loss + self.router_aux_loss_coef * scores.aux_loss
+            logs.record({"aux_loss": mean}, logs.gathered(Moments.alike(scores.aux_loss.item(), logs.loss_count)))
+        logs.token_mean("entropy", (scores.entropy * mask).sum(), mask.sum())
         return loss

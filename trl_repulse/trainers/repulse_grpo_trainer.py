@@ -3,18 +3,16 @@
 import contextlib
 from typing import Any
 
-from trl import GRPOTrainer
-
 from ..configs import RePULSeGRPOConfig
-from ..engine.trl_bridge import check_scoring_on_cpu
-from ..generation._probe import Guard
+from ..engine.records import REPULSE_PAPER
+from ..engine.resume import RESUME_STATE
 from ..method.environments import Factory, ProposalWorld, check_acting
 from ..models._deepspeed import zero_stage
-from ._grpo_base import GRPOBase
-from ._grpo_with_negative_term import GRPOWithNegativeTerm
+from ._grpo_loss import GRPOLossTrainer
+from .base_trainer import SecondModelArguments
 
 
-class RePULSeGRPOTrainer(GRPOWithNegativeTerm, GRPOBase):
+class RePULSeGRPOTrainer(GRPOLossTrainer):
     """
     Trainer for GRPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
@@ -63,42 +61,38 @@ class RePULSeGRPOTrainer(GRPOWithNegativeTerm, GRPOBase):
 
     _tag_names = ["trl", "trl-repulse", "repulse", "grpo"]
     _name = "RePULSe with GRPO"
+    _paper = REPULSE_PAPER
     _config_cls = RePULSeGRPOConfig
+    _withheld = (*GRPOLossTrainer._withheld, *RESUME_STATE)
+    _proposal_world: ProposalWorld | None = None
 
     def __init__(
-        self, *args: Any, proposal_environment_factory: Factory | dict[str, Factory] | None = None, **options: Any
+        self,
+        *args: Any,
+        proposal_model: Any = None,
+        proposal_peft_config: Any = None,
+        proposal_environment_factory: Factory | dict[str, Factory] | None = None,
+        **options: Any,
     ):
-        self._proposal_factory = proposal_environment_factory
-        super().__init__(*args, **options)
+        second = SecondModelArguments(
+            proposal_model, proposal_peft_config, proposal_environment_factory=proposal_environment_factory
+        )
+        super().__init__(*args, second=second, **options)
         if self.tools and not self.use_vllm and self.accelerator.num_processes > 1:
             if zero_stage(self.accelerator) == 3 or self.is_fsdp_enabled:
                 raise ValueError(
                     "With tools or environments, processes generate different numbers of turns, and with ZeRO-3 or FSDP they would "
                     "wait for each other. Set `use_vllm=True`, or launch with DDP or ZeRO-2."
                 )
-        self._proposal_world: ProposalWorld | None = None
         if self.tools and self.args.draws_twice:
             self._proposal_world = ProposalWorld(self, proposal_environment_factory)
 
-    def _check_acting(self, args: RePULSeGRPOConfig, given: dict[str, Any]) -> None:
-        check_acting(args, given, self._proposal_factory)
+    def _check_turns(self, args: RePULSeGRPOConfig, **given: Any) -> None:
+        check_acting(args, given, self._second_arguments.proposal_environment_factory)
 
     def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
         return super()._acting(rows) if self._proposal_world is None else self._proposal_world.acting(rows)
 
-    def _prepare_scoring(self) -> None:
-        if self.args.alpha > 0:
-            super()._prepare_scoring()
-        else:
-            check_scoring_on_cpu()
-            self._guard = Guard(share_prompts=False, repeat_cache=False)
-
-    def _generate_single_turn(self, *args: Any, **options: Any):
-        if self.args.alpha > 0:
-            return super()._generate_single_turn(*args, **options)
-        return GRPOTrainer._generate_single_turn(self, *args, **options)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any):
-        if self.args.alpha > 0:
-            return super()._get_per_token_logps_and_entropies(*args, **options)
-        return super(GRPOBase, self)._get_per_token_logps_and_entropies(*args, **options)
+    @property
+    def _leaves_passes_to_trl(self) -> bool:
+        return self.args.alpha == 0

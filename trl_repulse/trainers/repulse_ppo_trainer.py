@@ -1,11 +1,15 @@
 """RePULSe on PPO: the value model's advantages, and a negative term beside PPO's clipped loss."""
 
+from typing import Any
+
 from ..configs import RePULSePPOConfig
-from ._grpo_with_negative_term import GRPOWithNegativeTerm
+from ..engine.records import REPULSE_PAPER
+from ..method.environments import refuse_acting
+from .base_trainer import SecondModelArguments
 from .ppo_trainer import PPOTrainer
 
 
-class RePULSePPOTrainer(GRPOWithNegativeTerm, PPOTrainer):
+class RePULSePPOTrainer(PPOTrainer):
     """
     Trainer for PPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
     Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
@@ -44,3 +48,10 @@ class RePULSePPOTrainer(GRPOWithNegativeTerm, PPOTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse", "ppo"]
     _name = "RePULSe with PPO"
     _config_cls = RePULSePPOConfig
+    _paper = REPULSE_PAPER
+
+    def __init__(self, *args: Any, proposal_model: Any = None, proposal_peft_config: Any = None, **options: Any):
+        super().__init__(*args, second=SecondModelArguments(proposal_model, proposal_peft_config), **options)
+
+    def _check_turns(self, args: RePULSePPOConfig, **given: Any) -> None:
+        refuse_acting(args, given)

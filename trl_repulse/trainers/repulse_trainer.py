@@ -1,20 +1,23 @@
-"""RePULSe: REINFORCE on the policy's samples, and a negative term that pushes down samples which find its bad outputs.
+"""RePULSe: REINFORCE on the policy's samples, and a negative term that pushes down samples which find its bad outputs."""
 
-Axis letters as in `engine/sampling.py`: U units of n policy samples and m proposal samples, T completion tokens.
-"""
-
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..configs import RePULSeConfig
-from ..math.losses import WeightedSamples, repulse_loss
-from ..method.negative_term import COEFFICIENTS, NEGATIVE, OWN
-from ._with_negative_term import WithNegativeTerm
+from ..engine.resume import RESUME_STATE
+from ..engine.scoring import SetScores
+from ..engine.units import Shape, Units
+from .base_trainer import SecondModelArguments
 from .reinforce_trainer import ReinforceTrainer
 
 
-class RePULSeTrainer(WithNegativeTerm, ReinforceTrainer):
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
+class RePULSeTrainer(ReinforceTrainer):
     """
     Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
     Inference](https://huggingface.co/papers/2510.21184)).
@@ -73,47 +76,51 @@ class RePULSeTrainer(WithNegativeTerm, ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
+    _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE)
 
-    def _check_acting(self, args: RePULSeConfig, given: dict[str, Any]) -> None:
-        """REINFORCE refuses tools whatever `alpha` is."""
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # Step 1: draw
-        batch = super()._generate_and_score_completions(inputs)
-        return batch if self._negative is None else batch | self._negative.sample(inputs, batch)
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: RePULSeConfig | None = None,
+        *rest: Any,
+        proposal_model: str | PreTrainedModel | None = None,
+        proposal_peft_config: "PeftConfig | None" = None,
+        **options: Any,
+    ):
+        second = SecondModelArguments(proposal_model, proposal_peft_config)
+        super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
     def _observe(self, rewards: torch.Tensor) -> None:
         if not self.args.draws_hot:  # the hot policy observes P(bad) from both kinds of samples, as it weighs them
             super()._observe(rewards)
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if self._negative is None:
+            return super()._generate_and_score_completions(inputs)
+        shape, source = self.shape, self._negative.source(self.shape)
+        with self._drawing.together(shape, source):
+            units = self._draw_own(inputs, shape)
+        return self._negative.draw(inputs, units, shape, source).to_batch()  # Step 1: draw
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        negative = self._negative
-        if negative is None:
+        if (negative := self._negative) is None:
             return super()._compute_loss(model, inputs)
+        units, shape = Units.of(inputs), self.shape
+        scores = self._scoring.score(model, units, shape, negative.wanted(units))  # Step 2: score
+        scores = negative.score(units, scores, shape)
+        units = self._weigh(units, scores, shape)  # Step 3: weigh
+        loss = self._loss(units, scores)  # Step 4: the policy's loss
+        negative.learn(units, scores, shape)  # Step 5: a proposal learns
+        return self._finish(loss, units, scores)
 
-        # Step 2: score, in one pass, the policy's samples and, where others were drawn, those that may have a weight
-        asked = {"by_sampler": negative.by_sampler(inputs), "needed": negative.needed(inputs)}
-        scores = self._score(model, inputs, negative.completions, **asked)
-        log_p, log_p_negative = scores.log_p[0], scores.log_p[-1]
-        old_log_p = inputs.get("old_log_p", log_p.detach())
-        self._log_engine(inputs, OWN, old_log_p)
-
-        # Step 3: weigh, unless that was done as the samples were drawn. Step 5 too: a proposal accumulates its gradient
-        if "coefficients" not in inputs:
-            inputs = inputs | self._credit(inputs, old_log_p)
-        inputs = inputs | negative.learn(inputs | scores.by_sampler, old_log_p, log_p_negative.detach())
-
-        # Step 4: the policy's loss
-        advantages = inputs["coefficients"]
-        if COEFFICIENTS[OWN] in inputs:
-            advantages = advantages + inputs[COEFFICIENTS[OWN]]
-        own = WeightedSamples(log_p, inputs[f"{OWN}_mask"], advantages, inputs.get("old_log_p"))
-        others = None
-        if COEFFICIENTS[NEGATIVE] in inputs:
-            old_negative = None if self._on_policy else inputs.get("proposal_old_log_p")
-            others = WeightedSamples(
-                log_p_negative, inputs[f"{NEGATIVE}_mask"], inputs[COEFFICIENTS[NEGATIVE]], old_negative
-            )
-        clipping = self.epsilon_low, self.epsilon_high
-        loss = repulse_loss(own, others, self.args.logprob_reduction, *clipping)
-        return self._finish_policy_loss(loss, scores.entropy, scores.aux_loss, inputs)
+    def _weigh(self, units: Units, scores: SetScores, shape: Shape) -> Units:
+        """Units with advantages and weights, unless these were computed as the samples were drawn."""
+        self._compare_engine(units, scores)
+        if units.advantages is None:
+            units = self._credit(units, scores, shape)
+        if not self._negative.is_weighed(units):
+            weights = self._negative.weigh(units, scores, shape)
+            self._negative.observe(units, scores, weights, shape)
+            units = weights.added_to(units)
+        return units

@@ -31,7 +31,7 @@ from transformers import (
 from ...data._prompts import dated, warn_of_template
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
-from ...engine.scoring import with_checks
+from ...engine.reward_functions import with_checks
 from ...generation._batches import end_tokens
 from ...generation._cache import growing_cache, with_cache
 from ...generation._probe import repeats_cache

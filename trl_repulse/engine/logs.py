@@ -1,0 +1,533 @@
+"""What trainers log of samples and tokens, pooled over the batches since the last log and over processes, and tables of completions.
+
+TRL logs the mean over batches of what each batch gave, in which a sample of a small batch counts more than others.
+"""
+
+import contextlib
+import copy
+import functools
+import json
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from torch import nn
+from transformers import is_trackio_available, is_wandb_available
+from transformers.utils import is_rich_available
+
+from .._numbers import is_bad
+from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
+from .trl_bridge import logged_apart, print_prompt_completions_sample
+
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Number of some values, their mean, sum of squared distances from it, smallest and largest. Two add up to that of all."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> "Moments":
+        """Of a tensor's values; NaN counts for nothing."""
+        values = values.detach().flatten().cpu().double()
+        values = values[~values.isnan()]
+        if not len(values):
+            return cls()
+        squares = (values - values.mean()).square().sum()
+        return cls(len(values), *(x.item() for x in (values.mean(), squares, values.min(), values.max())))
+
+    @classmethod
+    def alike(cls, value: float, count: float) -> "Moments":
+        """Of `count` values of which the mean alone is known; NaN counts for nothing."""
+        return cls() if math.isnan(value) or count <= 0 else cls(count, value, 0.0, value, value)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        count = self.count + other.count
+        if not count:
+            return self
+        gap, share = other.mean - self.mean, other.count / count
+        return Moments(
+            count,
+            self.mean + gap * share,
+            self.squares + other.squares + gap * gap * share * self.count,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+
+def mean(values: Moments) -> float:
+    """The mean; NaN of no values."""
+    return values.mean if values.count else math.nan
+
+
+def std(values: Moments) -> float:
+    """The unbiased standard deviation; NaN of fewer than two values."""
+    return math.sqrt(values.squares / (values.count - 1)) if values.count > 1 else math.nan
+
+
+def lowest(values: Moments) -> float:
+    """The smallest value; NaN of none."""
+    return values.low if values.count else math.nan
+
+
+def highest(values: Moments) -> float:
+    """The largest value; NaN of none."""
+    return values.high if values.count else math.nan
+
+
+def share_explained(targets: Moments, errors: Moments) -> float:
+    """1 − Var(errors) / Var(targets): 1 is perfect, 0 no better than a constant; NaN where the targets do not vary."""
+    return 1 - errors.squares / targets.squares if targets.squares > 0 else math.nan
+
+
+class Pooled(float):
+    """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
+
+    def __new__(cls, statistic: Callable[..., float], *moments: Moments):
+        metric = super().__new__(cls, statistic(*moments))
+        metric.statistic, metric.moments = statistic, moments
+        return metric
+
+
+class ShareUnder(Pooled):
+    """
+    Share of one batch's `rewards` (B_all,) under a `threshold`, which may come to be known until it is logged; NaN where it is `None`. NaN
+    among the rewards counts for nothing.
+    """
+
+    def __new__(cls, rewards: torch.Tensor, threshold: Callable[[], float | None]):
+        metric = float.__new__(cls, math.nan)
+        metric.statistic, metric._rewards, metric._threshold = mean, rewards, threshold
+        return metric
+
+    @property
+    def moments(self) -> tuple[Moments]:
+        threshold = self._threshold()
+        if threshold is None:
+            return (Moments(),)
+        return (Moments.of(is_bad(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+
+
+def pool(metrics: Sequence[Pooled]) -> float:
+    """One metric of all batches, at least one, over all their values together."""
+    totals = [sum(batches[1:], batches[0]) for batches in zip(*(metric.moments for metric in metrics), strict=True)]
+    return metrics[0].statistic(*totals)
+
+
+def pool_all(metrics: dict[str, list[Any]]) -> None:
+    """
+    Leaves one value, in place, of each metric that is [`Pooled`], and none of one of which nothing is known, for which TRL (1.16) would
+    log `None`. What is not stays as it is, for TRL's mean over batches.
+    """
+    for name, values in list(metrics.items()):
+        if values and all(isinstance(value, Pooled) for value in values):
+            metrics[name] = [pool(values)]
+            if math.isnan(metrics[name][0]):
+                del metrics[name]
+
+
+def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
+    """Takes TRL's values, of one batch whatever it is filled up with, out of the metrics with these beginnings, in place."""
+    for name in metrics:
+        if name.startswith(prefixes):
+            metrics[name] = [value for value in metrics[name] if isinstance(value, Pooled)]
+
+
+def weighted(name: str, value: float, count: float) -> Pooled:
+    """A metric that TRL has taken of one batch, of `count` samples or tokens of all processes; its name tells minima and maxima."""
+    statistic = lowest if name.endswith("min") else highest if name.endswith("max") else mean
+    return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))
+
+
+_CONSTANT = 10  # batches of equal rewards after which a function is warned of
+NEGATIVES = "negatives.jsonl"
+
+
+@dataclass
+class _Evaluation:
+    """An evaluation in progress."""
+
+    rows: Callable[[], int] | None  # total rows, if known
+    seen: int = 0  # rows
+    real: int | None = None  # rows of the current batch that do not fill it up
+    losses: list[Pooled] = field(default_factory=list)
+
+
+class _Counted:
+    """A stream that counts the rows it has given."""
+
+    def __init__(self, stream: Any):
+        self.stream, self._rows = stream, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self.stream:
+            self._rows += 1
+            yield row
+
+    def so_far(self) -> int:
+        """Rows given so far: all of them once the last batch is made."""
+        return self._rows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.stream.set_epoch(epoch)
+
+
+class Logs:
+    """
+    Metrics of a trainer in which all samples (or tokens, or prompts) since the last log count the same.
+
+    Rows with which accelerate fills up the last batch of an evaluation do not count. Methods that take values of this process are
+    collective calls.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
+        metrics (`dict[str, dict[str, list]]`): TRL's metrics of `"train"` and `"eval"`, which are added to.
+        model (`torch.nn.Module`): The policy; metrics are of training while it is in training mode.
+    """
+
+    def __init__(self, accelerator: Accelerator, metrics: dict[str, dict[str, list[Any]]], model: nn.Module):
+        self.accelerator, self._metrics, self._model = accelerator, metrics, model
+        self.loss_count = 0.0  # samples or tokens of all processes that the latest loss is a mean of
+        self._evaluation: _Evaluation | None = None
+        # Of each reward function its first reward, for how many batches it was the only one (infinite if it is not), and samples
+        self._constant: dict[str, tuple[float, float, int]] = {}
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`."""
+        return "train" if self._model.training else "eval"
+
+    @property
+    def metrics(self) -> dict[str, list[Any]]:
+        """The metrics of this mode."""
+        return self._metrics[self.mode]
+
+    # Rows of an evaluation
+
+    @contextlib.contextmanager
+    def counting(self, dataloader: Any, generations: int) -> Iterator[_Evaluation]:
+        """Context of an evaluation, in which it is known which rows only fill up the last batch."""
+        dataset = dataloader.dataset
+        shard = dataset if isinstance(dataset, IterableDatasetShard) else None
+        rows = None
+        if shard is not None:
+            counted = shard.dataset = _Counted(shard.dataset)
+            rows = counted.so_far
+        elif isinstance(dataset, Sized):
+            rows = functools.partial(operator.mul, len(dataset), generations)
+        self._evaluation = _Evaluation(rows)
+        try:
+            yield self._evaluation
+        finally:
+            self._evaluation = None
+            if shard is not None:
+                shard.dataset = counted.stream
+
+    def begin_batch(self, local_rows: int) -> None:
+        """Counts the rows of an evaluation's next batch."""
+        evaluation, rows = self._evaluation, local_rows * self.accelerator.num_processes
+        if evaluation is not None and evaluation.rows is not None:
+            evaluation.real = max(0, min(rows, evaluation.rows() - evaluation.seen))
+            evaluation.seen += rows
+
+    def end_batch(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean loss of an evaluation's batch over processes, which joins that of the evaluation."""
+        loss = self.accelerator.reduce(loss, reduction="mean")
+        if self._evaluation is not None:
+            self._evaluation.losses.append(Pooled(mean, Moments.alike(loss.item(), self.loss_count)))
+        return loss
+
+    def real_rows(self, local_rows: int) -> int:
+        """How many of the rows of a batch over all processes do not merely fill it up. These are the first ones."""
+        rows = local_rows * self.accelerator.num_processes
+        return rows if self._evaluation is None or self._evaluation.real is None else self._evaluation.real
+
+    def are_real(self, local_rows: int) -> torch.Tensor:
+        """Mask `(B,)` of the rows of this process that do not merely fill up the batch."""
+        first = self.accelerator.process_index * local_rows
+        rows = torch.arange(first, first + local_rows, device=self.accelerator.device)
+        return rows < self.real_rows(local_rows)
+
+    def mean_of_real(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
+        """Turns a loss that is a mean over `rows` of this process into a mean over those that do not merely fill up the batch."""
+        self.loss_count = self.real_rows(rows)
+        if self._model.training or not self.loss_count:  # rows that fill up a batch add 0, and do not count
+            return loss
+        return loss * (rows * self.accelerator.num_processes / self.loss_count)
+
+    # Recording
+
+    def record(self, statistics: dict[str, Callable[[Moments], float]], moments: Moments) -> None:
+        """Records statistics, by the name of the metric, of values of all processes with these moments."""
+        metrics = self.metrics
+        for name, statistic in statistics.items():
+            metrics[name].append(Pooled(statistic, moments))
+
+    def gathered(self, moments: Moments) -> Moments:
+        """Moments of the values of all processes from those of each."""
+        table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
+        return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
+
+    def statistics(self, statistics: dict[str, Callable[[Moments], float]], values: torch.Tensor) -> Moments:
+        """Records statistics of values of all processes, of which each may have another number, and returns their moments; NaN is left out."""
+        moments = self.gathered(Moments.of(values))
+        self.record(statistics, moments)
+        return moments
+
+    def mean(self, name: str, values: torch.Tensor) -> None:
+        """Records the mean of values of all processes; NaN is left out."""
+        self.statistics({name: mean}, values)
+
+    def token_mean(self, name: str, total: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Records a mean over tokens from this process's sum and number of them."""
+        total, tokens = self.accelerator.reduce(torch.stack([total.detach(), tokens.to(total.dtype)])).tolist()
+        self.record({name: mean}, Moments.alike(total / max(tokens, 1), tokens))
+
+    def value(self, name: str, value: float) -> None:
+        """Records, for training, a number that all processes have."""
+        self._metrics["train"][name].append(value)
+
+    def importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
+        """
+        Records diagnostics of importance weights under names that begin with `prefix`.
+
+        Args:
+            log_w (`torch.Tensor` of shape `(P, K)`): Log-weights, −inf for samples without a reward.
+            scored (`torch.Tensor` of shape `(P, K)`): Which samples have a reward.
+        """
+        known = scored.any(dim=1)  # (P,)
+        self.statistics({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, effective_sample_size(log_w)[known])
+        self.mean(f"{prefix}/max_weight", max_weight_share(log_w)[known])
+        log_z = log_z_estimate(log_w, scored)
+        self.mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
+
+    def distinct(self, ids: torch.Tensor, mask: torch.Tensor, rewards: torch.Tensor) -> None:
+        """Records the share of distinct completions of a prompt, from tokens and mask `(P, N, T)`; prompts without a reward `(P, N)` are left out."""
+        self.mean("completions/distinct", distinct_share(ids, mask)[~rewards.isnan().all(dim=1)])
+
+    def rewards(
+        self, names: list[str], per_func: torch.Tensor, rewards: torch.Tensor, threshold: Callable[[], float | None]
+    ) -> None:
+        """
+        Records the rewards of all processes, and warns of a function whose rewards never change.
+
+        Args:
+            names (`list[str]`): Names of the F reward functions.
+            per_func (`torch.Tensor` of shape `(B_all, F)`), rewards (`torch.Tensor` of shape `(B_all,)`): Rewards of each function, and
+                their weighted sum.
+            threshold (`Callable`): Gives the reward under which a sample is bad when the metrics are logged, `None` if it is not known.
+        """
+        for name, column in zip(names, per_func.T, strict=True):
+            self.record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
+            self._note_constant(name, column[~column.isnan()])
+        self.record({"reward": mean, "reward_std": std}, Moments.of(rewards))
+        self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
+
+    def pending(self, pending: dict[str, list[float]], rows: int) -> None:
+        """Records and clears what reward functions logged for a batch of this process, of which `rows` count."""
+        for name in sorted(set(gather_object(list(pending)))):  # sorted, so that all processes gather the same one
+            values = torch.tensor(pending.get(name, []), dtype=torch.float32)
+            self.record({name: mean}, self.gathered(Moments.alike(values.nanmean().item(), rows)))
+        pending.clear()
+
+    def lengths(self, lengths: torch.Tensor, truncated: torch.Tensor) -> None:
+        """Records lengths (tokens) of completions of this process, `(B,)`, and which were `truncated`."""
+        real = self.are_real(len(lengths))
+        self.mean("completions/clipped_ratio", truncated[real].float())
+        for kind, counted in (("length", real), ("terminated_length", real & ~truncated)):
+            statistics = {"mean": mean, "min": lowest, "max": highest}
+            names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
+            self.statistics(names, lengths[counted])
+
+    def _note_constant(self, name: str, rewards: torch.Tensor) -> None:
+        if not self._model.training or not len(rewards):
+            return
+        first, batches, count = self._constant.get(name, (rewards[0].item(), 0, 0))
+        batches = batches + 1 if (rewards == first).all() else math.inf
+        self._constant[name] = first, batches, count + len(rewards)
+        if batches == _CONSTANT:
+            logger.warning(
+                f"The reward function '{name}' gave all {count + len(rewards)} completions so far the reward {first:g}, from which nothing is "
+                "learned. See whether it reads what it should: of a conversation a completion is a list of messages, with the text in "
+                "`completion[0]['content']`."
+            )
+
+    def weighing(
+        self, count: float, samples: float | None = None, of_samples: tuple[str, ...] = ()
+    ) -> contextlib.AbstractContextManager[dict[str, list]]:
+        """
+        Context manager that collects what TRL logs and weights it by `count` (samples or tokens over all processes), or by `samples` for
+        names that start with one of `of_samples`. It gives the collected metrics.
+        """
+
+        def joined(name: str, value: Any) -> tuple[str, Any]:
+            return name, weighted(name, value, samples if name.startswith(of_samples) else count)
+
+        return logged_apart(self._metrics, self.mode, joined)
+
+    # vLLM
+
+    def compare_engine(self, samples: Any, log_p: torch.Tensor, limit: float, prefix: str = "") -> None:
+        """[`engine_gap`] of a [`~trl_repulse.engine.units.CompletionSet`], if an engine drew it; `log_p` `(U, n, T)` are the model's."""
+        if samples.engine_log_p is not None:
+            self.engine_gap((samples.engine_log_p - log_p).abs()[samples.mask == 1], limit, prefix)
+
+    def engine_gap(self, gap: torch.Tensor, limit: float, prefix: str = "") -> None:
+        """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns above `limit`."""
+        name = f"{prefix}sampling/sampling_logp_difference"
+        moments = self.statistics({f"{name}/mean": mean, f"{name}/max": highest}, gap)
+        if moments.mean > limit:
+            logger.warning_once(
+                "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
+                "(`vllm_logp_difference_threshold=%g`): the engine samples from another distribution than the model's, and "
+                "importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
+                moments.mean,
+                limit,
+            )
+
+    def engine_ratio(self, ratio: torch.Tensor, mask: torch.Tensor, prefix: str = "") -> None:
+        """Records corrections of the engine's log-probabilities: of tokens `(B, T)`, or of whole completions `(B, 1)`."""
+        counted = mask if ratio.shape == mask.shape else self.are_real(len(mask)).unsqueeze(1)
+        names = {"min": lowest, "mean": mean, "max": highest}
+        names = {f"{prefix}sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
+        self.statistics(names, ratio[counted])
+
+
+class Tables:
+    """
+    Tables of completions of the policy and of extra samples, and the file of negative data.
+
+    Args:
+        logs ([`Logs`]): The trainer's metrics, by which rows are counted.
+        args ([`~transformers.TrainingArguments`]): The trainer's configuration.
+        own (`dict`): TRL's table of the policy's completions.
+        reward_names (`list[str]`): Names of the reward functions.
+        pending (`dict[str, list]`): Columns that reward functions logged for the latest samples.
+        transform (`Callable`): Transforms rewards; whether it does anything is told by `transforms`.
+        transforms (`bool`): Whether the policy maximizes transformed rewards.
+        step (`Callable`): Gives the number of updates made.
+    """
+
+    def __init__(
+        self,
+        logs: Logs,
+        args: Any,
+        own: dict[str, Any],
+        reward_names: list[str],
+        pending: dict[str, list[Any]],
+        transform: Callable[[torch.Tensor], torch.Tensor],
+        transforms: bool,
+        step: Callable[[], int],
+    ):
+        self._logs, self._args, self._names, self._pending = logs, args, reward_names, pending
+        self.own, self.extra = own, copy.deepcopy(own)  # empty as yet
+        self._transform, self._transforms, self._step = transform, transforms, step
+
+    def record(self, samples: Any, is_extra: bool = False) -> None:
+        """
+        Appends samples of all processes to their table, with the columns that reward functions logged for them; with `save_negatives`, also
+        the bad ones to the negative data.
+        """
+        table = self.extra if is_extra else self.own
+        real = self._logs.real_rows(len(samples.prompts))
+        prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
+        table["prompt"].extend(prompts)
+        table["completion"].extend(completions)
+        for name, column in zip(self._names, samples.rewards_per_func.T, strict=True):
+            table["rewards"][name].extend(column[:real].tolist())
+        table["advantages"].extend([math.nan] * len(prompts))
+
+        pending = self._pending  # a column of the same name that a reward function logged stays
+        if len(self._names) > 1:
+            pending.setdefault("reward", samples.rewards.tolist())
+        if self._transforms:
+            pending.setdefault("reward_transformed", self._transform(samples.rewards).tolist())
+        for column in sorted(set(gather_object(list(pending)))):  # sorted, so that all processes gather the same one
+            values = pending.get(column, [None] * len(samples.prompts))
+            table["extra"][column].extend(gather_object(values)[:real])
+        pending.clear()
+
+        if self._args.save_negatives and self._logs.mode == "train":
+            rewards = self._logs.accelerator.gather(samples.rewards)
+            self.append_negatives(prompts, completions, rewards, is_extra)
+
+    def append_negatives(
+        self, prompts: list, completions: list, rewards: torch.Tensor, is_extra: bool = False
+    ) -> None:
+        """Appends the bad ones among completions of all processes to the negative data, in the main process; `rewards` `(B_all,)` may be NaN."""
+        if not self._logs.accelerator.is_main_process:
+            return
+        rows = zip(prompts, completions, rewards.tolist(), self._transform(rewards).tolist(), strict=True)
+        path = Path(self._args.output_dir) / NEGATIVES
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for prompt, completion, reward, transformed in rows:
+                if is_bad(reward, self._args.bad_reward_threshold):
+                    row = {"step": self._step(), "source": "proposal" if is_extra else "policy"}
+                    row |= {"prompt": prompt, "completion": completion, "reward": reward}
+                    if self._transforms:
+                        row["reward_transformed"] = transformed
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def record_advantages(self, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
+        """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows."""
+        if not self._args.log_completions:
+            return
+        accelerator = self._logs.accelerator
+        rows = accelerator.gather(rows.flatten()).view(accelerator.num_processes, -1)
+        advantages = accelerator.gather(advantages.flatten()).view_as(rows)
+        column = self.own["advantages"]
+        start = len(column) - self._logs.real_rows(local)
+        for process in range(accelerator.num_processes):
+            for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
+                place = start + process * local + row
+                if 0 <= place < len(column):  # a batch of evaluation can be longer than what is kept, or filled up
+                    column[place] = advantage
+
+    def trim(self, rows: int) -> None:
+        """Removes the last rows, which only fill up a batch, from the policy's table."""
+        columns = [self.own[name] for name in ("prompt", "completion", "advantages")]
+        for column in (*columns, *self.own["rewards"].values(), *self.own["extra"].values()):
+            for _ in range(min(rows, len(column))):
+                column.pop()
+
+    def show_extra(self) -> None:
+        """Prints the table of extra samples and logs it to wandb and trackio if the run reports to them, as TRL does with its own."""
+        logs, args, name = self.extra, self._args, "proposal_completions"
+        if not (self._logs.accelerator.is_main_process and args.log_completions) or not logs["prompt"]:
+            return
+        step = self._step()
+        if is_rich_available():
+            extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
+            shown = logs["prompt"], logs["completion"], logs["rewards"], None, step, args.num_completions_to_print
+            print_prompt_completions_sample(*shown, extra=extra)
+        columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
+        table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
+        if args.log_unique_prompts:
+            table = table[~table["prompt"].astype(str).duplicated()]
+        report_to = args.report_to or []
+        if "wandb" in report_to and is_wandb_available():
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log({name: wandb.Table(dataframe=table)})
+        if "trackio" in report_to and is_trackio_available():
+            import trackio
+
+            trackio.log({name: trackio.Table(dataframe=table)})

@@ -1,0 +1,953 @@
+"""The trainer that all others build on: TRL's GRPO trainer with second models, exact sampling and scoring, pooled metrics and resume.
+
+It holds every hook of TRL. What a hook does is in `engine/`: drawing, scoring, logs, second models, checkpoints, publishing.
+
+Axis letters: P prompts, N completions of a prompt, B rows of a generation batch on one process, T completion tokens, F reward
+functions.
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType, is_peft_model, set_seed
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from ..configs import NegativeTermConfig
+from ..configs._checks import check_uploads
+from ..data._checks import (
+    by_name,
+    check_adapters,
+    check_arguments,
+    check_best_metric,
+    check_column_names,
+    check_dataset_size,
+    check_datasets,
+    check_eval_batch,
+    check_output_dir,
+    check_prompt_lengths,
+    check_reward_funcs,
+    check_rewards,
+    check_rows,
+)
+from ..data._prompts import (
+    TEMPLATE_ERRORS,
+    as_templates_read,
+    conversations,
+    one_of_each,
+    render,
+    rendering,
+    warn_of_template,
+)
+from ..data._texts import check_added_tokens, completion_texts
+from ..engine.diagnosis import AT_ONCE, UPDATES, diagnose
+from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, drop_batch_means, mean, pool, pool_all
+from ..engine.preparation import as_trained, check_loadable, guard_model, set_learning_rate
+from ..engine.records import (
+    EARLIER_NEGATIVES,
+    amend_model_card,
+    make_proposal_repository,
+    set_negatives_aside,
+    upload_proposal,
+    write_proposal_card,
+)
+from ..engine.resume import (
+    ResumedSampler,
+    begin_checkpoint,
+    check_settings,
+    find_checkpoint,
+    load_position,
+    naming_a_full_disk,
+    save_position,
+    warn_of_a_run,
+)
+from ..engine.reward_functions import (
+    RewardFunc,
+    all_with_checks,
+    check_separate_rewards,
+    check_tokenizers,
+    load_reward_models,
+)
+from ..engine.sampling import Drawing
+from ..engine.scoring import Scoring, by_prompt, prepare_scoring
+from ..engine.second_model import (
+    PROPOSAL_FOLDER,
+    REFERENCE,
+    VALUE_FOLDER,
+    SecondAdapter,
+    SecondModel,
+    load_reference,
+    prepare_second_models,
+    save_reference,
+)
+from ..engine.trl_bridge import (
+    check_scoring_on_cpu,
+    disable_dropout,
+    get_config_model_id,
+    require_pinned,
+    use_reference,
+    withheld_from_uploads,
+    without_kl,
+    without_lasting_changes,
+)
+from ..engine.units import CompletionSet, Shape, Units
+from ..generation import _engine
+from ..generation._batches import batches, without_generation_defaults
+from ..generation._cache import prompts_read_once
+from ..generation._probe import Guard
+from ..generation._samplers import Sampler, drawn_by_inversion, rows_drawn_by
+from ..math.importance import sequence_log_prob
+from ..method.constraint import Constraint
+from ..method.hot_policy import HotPolicy
+from ..method.learned_proposal import LearnedProposal
+from ..method.negative_term import NegativeTerm, Services
+from ..method.proposal_model import build_proposal, lends_reference, policy_adapter, serve_proposal, starting_point
+from ..models import _fsdp
+from ..models._adapters import BaseView, adapter_config, adapters_kept, base_of, keep_gradients
+from ..models._deepspeed import connect, gathered_by_layer, zero_stage
+from ..models._model_checks import check_causal, check_language_model, check_tokenizer, check_trained_tokens
+from ..rewards.transforms import transform_rewards
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from peft import PeftConfig, PeftModel
+
+    from ..generation import VLLMGenerator
+
+logger = get_logger(__name__)
+
+Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+
+
+@dataclass(frozen=True)
+class SecondModelArguments:
+    """A trainer's arguments on second models, which TRL's trainers do not have."""
+
+    proposal_model: str | PreTrainedModel | None = None
+    proposal_peft_config: "PeftConfig | None" = None
+    value_model: str | PreTrainedModel | None = None
+    value_peft_config: "PeftConfig | None" = None
+    proposal_environment_factory: "Callable | dict[str, Callable] | None" = None
+
+    def models(self) -> dict[str, Any]:
+        """The models that were passed, by the names of their arguments."""
+        models = {"proposal_model": self.proposal_model, "value_model": self.value_model}
+        return {name: model for name, model in models.items() if model is not None}
+
+
+class _WeightsChanged(TrainerCallback):
+    """Tells the vLLM engine when the policy's weights have changed; a second model's trainer tells of that one's."""
+
+    def __init__(self, generator: "VLLMGenerator"):
+        self._generator = generator
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._generator.changed()  # a checkpoint may have been loaded
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._generator.changed("policy")
+
+
+class BaseTrainer(GRPOTrainer):
+    """
+    TRL's GRPO trainer with what all trainers here share, whatever their loss is.
+
+    Args:
+        model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+        optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
+            As for [`~trl.GRPOTrainer`].
+        second (`SecondModelArguments`, *optional*):
+            A proposal, a value model, and what belongs to them.
+    """
+
+    # TRL's
+    args: Any
+    model: Any
+    accelerator: Any
+    # Markdown that the model card shows under "Measured"; set by evaluation callbacks
+    tail_report: str | None = None
+    # Numbers by name, for the card's metadata (`model-index`); set by evaluation callbacks
+    measured: dict[str, float | None] | None = None
+    # Metrics of GRPO that are not of this algorithm, or are logged anew: the prefixes of their names
+    _dropped: tuple[str, ...] = ("reward", "sampling/")
+    # Glob patterns, relative to an uploaded folder, of what no upload to the Hub takes along. The Trainer's arguments,
+    # which it pickles, have `hub_token` in them (transformers 5.23); GRPO's `log_completions` writes `completions` (TRL 1.16).
+    # Second models are withheld whoever uploads: an earlier run of another trainer may have left one in the folder
+    _withheld: tuple[str, ...] = tuple(
+        prefix + name
+        for name in (
+            *(NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
+            *(f"{PROPOSAL_FOLDER}/*", f"{VALUE_FOLDER}/*"),
+        )
+        for prefix in ("", "*/")
+    )
+    constraint: Constraint | None = None  # on the rate of bad outputs
+    proposal: SecondModel | None = None
+    _negative: NegativeTerm | None = None
+    _scoring: Scoring | None = None
+    _conversation: list[dict[str, Any]] | None = None  # the latest prompt as the chat template got it
+    _has_begun = False  # whether the negative data in the folder are this run's
+    _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
+    _next_look = 1  # update from which the log is looked at again
+    _told: frozenset[str] = frozenset()  # symptoms that the user was told of
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | PeftModel",
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Datasets = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        quantization_config: BitsAndBytesConfig | None = None,
+        peft_config: "PeftConfig | None" = None,
+        tools: "list[Callable] | None" = None,
+        rollout_func: "Callable | None" = None,
+        environment_factory: "Callable | dict[str, Callable] | None" = None,
+        *,
+        second: SecondModelArguments | None = None,
+    ):
+        require_pinned()
+        second = self._second_arguments = second or SecondModelArguments()
+        self.second_models: dict[str, SecondModel] = {}  # by folder
+        check_arguments(self._config_cls, args, model=model, **second.models())
+        args = self._configuration(model, args)
+        self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        connect(args)
+        check_output_dir(args)
+        if args.use_vllm:
+            _engine.check_vllm()
+        if eval_dataset is not None:
+            check_eval_batch(args)
+            check_best_metric(args, eval_dataset)
+        if environment_factory is None:  # an environment may bring prompts and rewards
+            check_reward_funcs(reward_funcs)
+            check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
+        for name, dataset in by_name(train_dataset, eval_dataset).items():
+            check_column_names(getattr(dataset, "column_names", None) or (), f"`{name}`")
+        lends_base, proposal, adapters = self._plan_proposal(args, model, reward_funcs, peft_config)
+        check_adapters(model, *adapters)
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **second.models())
+        check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
+        check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
+        if reward_funcs is not None:
+            reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
+        self._build_first(model, reward_funcs, args, quantization_config, peft_config)
+        no_reference = without_kl(args) if lends_base else contextlib.nullcontext()
+        with no_reference, self._engine_fits(args, model, adapters):
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                eval_dataset,
+                processing_class,
+                reward_processing_classes,
+                callbacks,
+                optimizers,
+                quantization_config,
+                peft_config,
+                tools,
+                rollout_func,
+                environment_factory,
+            )
+        # Which TRL has loaded where none was passed
+        check_tokenizers(self.reward_funcs, self.reward_processing_classes)
+        self._check_policy(adapters)
+        self._take_engine()
+        if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
+            self._check_templates(train_dataset, eval_dataset)
+        self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
+        self._build_services()
+        self._prepare_scoring()
+        self._add_value_model()
+        if self.has_proposal:
+            self._add_proposal(proposal, lends_base, peft_config, quantization_config)
+        self._negative = self.build_negative_term()
+
+    # Set-up
+
+    @classmethod
+    def _configuration(cls, model: Any, args: Any) -> Any:
+        """A trainer's configuration, a copy if its learning rate is still to be set; if none is given, with an `output_dir` for its model."""
+        if args is not None:
+            return copy.copy(args) if args.learning_rate is None else args
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        return cls._config_cls(f"{Path(name).name}-{cls._name}")
+
+    def _check_turns(self, args: Any, **given: Any) -> None:
+        """Refuses arguments, by name, that put more than the model's own tokens into completions, where a trainer does not take them."""
+
+    def _build_first(
+        self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any
+    ) -> None:
+        """Builds what must be built before TRL wraps or patches the policy."""
+
+    def _plan_proposal(
+        self, args: Any, model: Any, reward_funcs: Any, peft_config: Any
+    ) -> "tuple[bool, str | PreTrainedModel | None, list[PeftConfig | None]]":
+        """
+        Whether a proposal's base is the reference, what the proposal starts from, and all adapters that are sampled from, before TRL
+        wraps or patches the policy.
+        """
+        adapters = [peft_config]
+        if not isinstance(args, NegativeTermConfig):
+            return False, None, adapters
+        proposal, own_config = self._second_arguments.proposal_model, self._second_arguments.proposal_peft_config
+        lends_base = proposal is None and lends_reference(model, args, peft_config, own_config)
+        proposal = starting_point(proposal, model, args, peft_config, own_config)
+        trained = own_config is None and peft_config is None
+        check_separate_rewards(reward_funcs, proposal, "`proposal_model`", trained)
+        adapters += [own_config, adapter_config(proposal)]
+        if proposal is None and own_config is None and args.has_proposal:
+            adapters.append(policy_adapter(model, peft_config))  # once more, of a proposal over its base
+        return lends_base, proposal, adapters
+
+    @property
+    def has_proposal(self) -> bool:
+        """Whether a second model learns to draw bad outputs."""
+        return isinstance(self.args, NegativeTermConfig) and self.args.has_proposal
+
+    def _build_services(self) -> None:
+        """Makes what steps are made of, once TRL has built the trainer: logs, drawing, scoring."""
+        self._logs_of_run = Logs(self.accelerator, self._metrics, self.model)
+        self._tables = Tables(
+            self._logs_of_run,
+            self.args,
+            self._logs,
+            self.reward_func_names,
+            self._pending_extra_logs,
+            self._transform,
+            self.transforms_rewards,
+            lambda: self.state.global_step,
+        )
+        self._drawing = Drawing(self, self._logs_of_run, self._tables)
+        self._scoring = Scoring(
+            self.accelerator,
+            self.args,
+            self._tokenizer.pad_token_id,
+            self.model.config.get_text_config().hidden_size,
+            self.aux_loss_enabled,
+            self.is_fsdp_enabled or zero_stage(self.accelerator) == 3,
+        )
+
+    @property
+    def _guard(self) -> Guard:
+        """What keeps sampling and scoring right for all models."""
+        return Scoring.guard if self._scoring is None else self._scoring.guard
+
+    @_guard.setter
+    def _guard(self, guard: Guard) -> None:
+        self._scoring.guard = guard
+
+    def _check_policy(self, adapters: list["PeftConfig | None"]) -> None:
+        """Refuses, once TRL has built it, a policy that cannot be sampled and scored, with its tokenizer and adapters."""
+        policy = self.accelerator.unwrap_model(self.model)
+        own = policy.peft_config.values() if is_peft_model(policy) else ()
+        check_tokenizer(self._tokenizer, policy.config)
+        check_trained_tokens([*own, *adapters], policy.config)
+        keep_gradients(policy, "`model`")
+        with gathered_by_layer(policy), as_trained(self, policy):
+            check_causal(policy, "`model`")
+        set_learning_rate(self, policy)
+
+    def _prepare_scoring(self) -> None:
+        """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
+        if self._leaves_passes_to_trl:
+            check_scoring_on_cpu()
+            self._guard = Guard(share_prompts=False, repeat_cache=False)
+            return
+        for scored in (self.model, self.ref_model):
+            if scored is not None:
+                if self.args.disable_dropout:
+                    disable_dropout(scored)
+                base = base_of(self.accelerator.unwrap_model(scored, keep_torch_compile=False))
+                prepare_scoring(base, self.args.cast_lm_head_to_fp32)
+        self._guard_model("policy", self.model, self.args.disable_dropout)  # the reference is of its architecture
+
+    def _guard_model(self, name: str, model: Any, quiet: bool = True) -> None:
+        """Finds out how a model can be sampled and scored; refuses one that makes noise where it should be `quiet`."""
+        self._guard = self._guard | guard_model(self, name, model, quiet)
+        if not self._guard.use_cache:
+            self.generation_config.use_cache = False
+
+    def _check_templates(
+        self,
+        train_dataset: Dataset | IterableDataset | None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
+    ) -> None:
+        """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
+        rewards = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
+        readers = [(name, tokenizer) for name, reward, tokenizer in rewards if isinstance(reward, torch.nn.Module)]
+        for name, dataset in by_name(train_dataset, eval_dataset).items():
+            for number, prompt in one_of_each(conversations(dataset)):
+                where = f"Row {number} of `{name}`"
+                with rendering(self.processing_class, prompt, where):
+                    super()._tokenize_prompts(as_templates_read([prompt]))
+                answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+                for reward, tokenizer in readers:
+                    of_reward = f"{where}, as the reward model '{reward}' reads it,"
+                    render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
+                    warn_of_template(tokenizer, prompt, self.chat_template_kwargs)
+
+    def _add_value_model(self) -> None:
+        """Adds a value model, where a trainer has one."""
+
+    def _add_proposal(self, model: Any, lends_base: bool, peft_config: Any, quantization_config: Any) -> None:
+        """Adds the proposal; its base is the reference if `lends_base`."""
+        own_config = self._second_arguments.proposal_peft_config
+        self.proposal = build_proposal(model, self, peft_config, own_config, quantization_config)
+        self.second_models[PROPOSAL_FOLDER] = self.proposal
+        self._guard_model("proposal", self.proposal.module)
+        if lends_base:
+            self.beta, self.ref_model = self.args.beta, BaseView(self.proposal.module)
+        if self.use_vllm:
+            serve_proposal(self, self.proposal)
+
+    def build_negative_term(self) -> NegativeTerm | None:
+        """The negative term by `args.proposal`, or `None` if `alpha` is 0. Override it to bring a way of finding bad outputs of your own."""
+        if not isinstance(self.args, NegativeTermConfig) or self.args.alpha == 0:
+            return None
+        if self.args.draws_hot:
+            return HotPolicy(self.services)
+        if self.proposal is not None:
+            return LearnedProposal(self.services, self.proposal, self.add_callback)
+        return NegativeTerm(self.services)
+
+    @property
+    def services(self) -> Services:
+        """What a negative term is given."""
+        return Services(
+            self.args,
+            self.accelerator,
+            self.model,
+            self._drawing,
+            self._scoring,
+            self._logs_of_run,
+            self.vllm_generation if self.use_vllm else None,
+            self.constraint,
+            self.beta,
+            lambda: self.state,
+            lambda: self.current_gradient_accumulation_steps,
+            self._reference_log_prob,
+            self._returns,
+        )
+
+    # What the policy maximizes
+
+    @property
+    def bad_reward_threshold(self) -> float | None:
+        """Reward under which a completion counts as bad, measured by the hot policy if it is not set; `None` until it is known."""
+        return self.args.bad_reward_threshold if self._negative is None else self._negative.bad_reward_threshold
+
+    @property
+    def transforms_rewards(self) -> bool:
+        """Whether the policy maximizes something else than the reward."""
+        return self.args.reward_transform is not None
+
+    def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
+        """r': what the policy maximizes instead of the reward r; r itself without a transform."""
+        return transform_rewards(self.args, rewards)
+
+    def _kl(self, samples: CompletionSet, log_p: torch.Tensor | None) -> torch.Tensor:
+        """Σ_t (log p − log p_0) of each completion, `(U, n)`, nats; zeros without a KL penalty."""
+        if self.beta == 0.0:
+            return torch.zeros_like(samples.rewards)
+        return sequence_log_prob(log_p, samples.mask) - samples.ref_log_p
+
+    def _returns(self, samples: CompletionSet, log_p: torch.Tensor | None) -> torch.Tensor:
+        """What the policy maximizes: transformed reward less the KL penalty, of each completion, `(U, n)`."""
+        return self._transform(samples.rewards) - self.beta * self._kl(samples, log_p)
+
+    def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
+        """Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token, by its `total`."""
+        logs = self._logs_of_run
+        if self.beta != 0.0:
+            logs.token_mean("kl", total, tokens)
+        logs.mean("return", rewards - self.beta * kl)
+        if self.transforms_rewards:
+            transformed = self._transform(rewards)
+            logs.mean("reward_transformed", transformed)
+            logs.mean("return_transformed", transformed - self.beta * kl)
+
+    # How batches are cut
+
+    @property
+    def _on_policy(self) -> bool:
+        """Whether every update is made with generations of the current policy: no ratio, no second pass."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def shape(self) -> Shape:
+        """How batches are cut now, in training or evaluation."""
+        args, training = self.args, self.model.training
+        generations = self.num_generations if training else self.num_generations_eval
+        extra = getattr(args, "num_proposal_generations", None) if training else None
+        micro_batch = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        whole = self._keeps_prompts_whole and micro_batch % generations == 0
+        early = not whole or (training and not self._on_policy)
+        unit = generations if whole else 1
+        return Shape(training, generations, extra or generations, unit, whole, early, micro_batch)
+
+    _keeps_prompts_whole = False  # whether micro-batches are cut between prompts, where their size allows it
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """As TRL's; the rows of each update are sorted by prompt, or those of each micro-batch where that is what a loss is made of."""
+        before, args = self._buffered_inputs, self.args
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is before or not self._guard.share_prompts or self.shape.whole:
+            return inputs
+        # Of these losses, each micro-batch has a mean or a quantile of its own
+        alone = args.loss_type == "bnpo" or args.top_entropy_quantile < 1
+        alone = alone or self._entropy_bonus_enabled or self.aux_loss_enabled
+        size = 1 if alone else math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        groups = [self._buffered_inputs[i : i + size] for i in range(0, args.steps_per_generation, size)]
+        self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
+        return self._buffered_inputs[self._step % args.steps_per_generation]
+
+    def _reference_log_prob(self, units: Units, samples: CompletionSet) -> torch.Tensor:
+        """Log-probability of each completion under the reference model, `(U, n)`, nats."""
+        units = Units(units.prompt_ids, units.prompt_mask, samples)
+        if self.ref_model is not None:
+            log_ref = self._scoring.score(self.ref_model, units, self.shape, gradient=False).log_p["own"]
+        else:  # an adapter over the reference, or beside a frozen copy of itself
+            with use_reference(self.accelerator.unwrap_model(self.model)):
+                log_ref = self._scoring.score(self.model, units, self.shape, gradient=False).log_p["own"]
+        return sequence_log_prob(log_ref, samples.mask)
+
+    # Hooks of TRL: sampling and rewards
+
+    def _check_batch(self, rows: list[dict[str, Any]]) -> None:
+        """Refuses rows without a usable prompt."""
+        if self.environment_factories is None:
+            check_rows(rows, self.train_dataset.features)
+
+    def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
+        """Context in which extra samples are drawn with tools and environments of their own; it gives their rows."""
+        return contextlib.nullcontext(rows)
+
+    def _has_ended(self, completion: list[int]) -> bool:
+        """Whether a completion ends with an end token."""
+        return completion[-1] in (*self.eos_token_ids, self._tokenizer.pad_token_id)
+
+    def _drawing_together(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which the policy's samples are drawn, and extra ones in the same call where that is possible."""
+        if self._negative is None or (source := self._negative.source()) is None:
+            return contextlib.nullcontext()
+        return self._drawing.together(self.shape, source)
+
+    @property
+    def _leaves_passes_to_trl(self) -> bool:
+        """Whether sampling and scoring are TRL's own."""
+        return False
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+        """As TRL's, with extra samples in the same call where [`Drawing.together`] asks for them."""
+        if self._leaves_passes_to_trl:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+        def generate(prompts: list[list[int]], drawn_by: tuple[list[bool], Sampler] | None = None) -> Any:
+            return self._generate_rows(prompts, drawn_by, *args, **kwargs)
+
+        return self._drawing.generate_single_turn(prompt_ids, generate)
+
+    def _generate_rows(
+        self, prompt_ids: list[list[int]], drawn_by: tuple[list[bool], Sampler] | None, *args: Any, **kwargs: Any
+    ):
+        """What TRL generates for rows; `drawn_by` says which of them another sampler draws, and which sampler."""
+        sampled = self.model_wrapped
+        if sampled is not self.model or hasattr(sampled, "_orig_mod"):  # accelerate takes 2 ms to find nothing
+            sampled = self.accelerator.unwrap_model(sampled, keep_torch_compile=False)
+        once = contextlib.nullcontext()
+        together = self._scoring.passes_together
+        if self._guard.repeat_cache:
+            once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
+        each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
+        # Under one autocast for all tokens weights are cast once; accelerate's, around each pass, cast them for each token
+        precision = contextlib.nullcontext() if self.use_vllm else self.accelerator.autocast()
+        defaults = without_generation_defaults(sampled)
+        with defaults, without_lasting_changes(self, sampled), precision, drawn_by_inversion(sampled), each, once:
+            if not self._guard.sample_by_length:
+                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            groups = batches(prompt_ids, len(prompt_ids), equal=True)
+            if len(groups) > 1 and together:
+                raise ValueError(
+                    "Prompts of different lengths are sampled one length at a time, since the model generates wrongly behind "
+                    "padding, and processes that share its weights cannot do so each on its own; use prompts of one length, or "
+                    "launch without ZeRO-3 and FSDP."
+                )
+            multiple, self.pad_to_multiple_of = self.pad_to_multiple_of, None
+            try:
+                parts = [
+                    super(BaseTrainer, self)._generate_single_turn([prompt_ids[i] for i in group], *args, **kwargs)
+                    for group in groups
+                ]
+            finally:
+                self.pad_to_multiple_of = multiple
+        # Log-probabilities, which come beside the rows, are `None` without vLLM (TRL 1.16)
+        drawn = [row for part, _ in parts for row in part]
+        return [row for _, row in sorted(zip((i for group in groups for i in group), drawn, strict=True))], None
+
+    def _holds_everywhere(self, condition: bool) -> bool:
+        """Whether something holds in all processes. A collective call."""
+        held = torch.tensor(float(condition), device=self.accelerator.device)
+        return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
+
+    def _tokenize_prompts(self, prompts: list):
+        try:
+            tokenized = super()._tokenize_prompts(as_templates_read(prompts))
+        except TEMPLATE_ERRORS:
+            for number, prompt in enumerate(prompts, 1):
+                if not isinstance(prompt, str):
+                    render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
+            raise
+        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
+        if not isinstance(prompts[0], str):
+            self._conversation = prompts[0]
+        limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
+        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
+        check_added_tokens(self._tokenizer, prompts, tokenized[0])
+        for fields in tokenized[1:]:  # GPT-2 adds embeddings of token types, which scoring does not pass
+            if isinstance(fields, dict):
+                fields.pop("token_type_ids", None)
+        return tokenized
+
+    def _generate(self, prompts: list):
+        logs = self._logs_of_run
+        with logs.weighing(logs.real_rows(len(prompts))) as metrics:
+            generated = super()._generate(prompts)
+            drop_batch_means(metrics, "completions/")
+            if "tools/failure_frequency" in metrics:  # of calls
+                calls = metrics["tools/call_frequency"][-1] * len(prompts) * self.accelerator.num_processes
+                failed = metrics["tools/failure_frequency"].pop()
+                metrics["tools/failure_frequency"].append(Pooled(mean, Moments.alike(failed, calls)))
+        if isinstance(prompts[0], str):  # TRL (1.16) decodes completions by themselves
+            texts = completion_texts(self._tokenizer, prompts, *generated[:2])
+            generated = (*generated[:3], texts, *generated[4:])
+        completions, written = generated[1:3]
+        device = self.accelerator.device
+        truncated = torch.tensor([not self._has_ended(ids) for ids in completions], device=device)
+        # Of tokens, or of marks: 1 where the model wrote, not a tool
+        lengths = [len(ids) for ids in completions] if written is None else [sum(marks) for marks in written]
+        logs.lengths(torch.tensor(lengths, dtype=torch.float32, device=device), truncated)
+        return generated
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        check_rewards(rewards_per_func, self.reward_func_names, are_models)
+        # Like a sample without a reward, a row that fills up the batch takes part in nothing
+        logs = self._logs_of_run
+        rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
+        logs.pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
+        self._rewards_per_func = rewards_per_func  # (B_all, F)
+        return rewards_per_func
+
+    def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """
+        Weighted rewards of all processes, `(B_all,)`, from the functions' `(B_all, F)`, which are logged: NaN where no function gave one,
+        which is not a reward of 0.
+        """
+        rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        names = self.reward_func_names
+        self._logs_of_run.rewards(names, rewards_per_func, rewards, lambda: self.bad_reward_threshold)
+        return rewards
+
+    # Hooks of TRL: steps, evaluation, logs
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            if self.constraint is not None:
+                self.constraint.update()
+            if VALUE_FOLDER in self.second_models:
+                self.second_models[VALUE_FOLDER].update(self._logs_of_run, VALUE_FOLDER)
+            if self._negative is not None:
+                self._negative.end_of_update()
+        return loss
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        if self.use_vllm and not self.is_in_train:
+            self.vllm_generation.changed()  # models may have been loaded, or changed by hand
+        check_eval_batch(self.args)
+        metrics = self._metrics["eval"]
+        metrics.clear()  # of an evaluation that failed
+        with self._logs_of_run.counting(dataloader, self.num_generations_eval) as evaluation:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        if evaluation.losses:  # transformers (5.23) counts prompts in the last batch, though its rows are completions
+            output.metrics[f"{metric_key_prefix}_loss"] = pool(evaluation.losses)
+        # Here, since TRL's `log` (1.16) begins the names of all evaluation sets with `eval_`
+        pool_all(metrics)
+        for name, values in metrics.items():
+            known = [value for value in values if not math.isnan(value)]
+            output.metrics[f"{metric_key_prefix}_{name}"] = sum(known) / len(known) if known else None
+        metrics.clear()
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        self._logs_of_run.begin_batch(len(inputs))
+        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._logs_of_run.end_batch(loss), *rest
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        pool_all(self._metrics["train" if self.model.training else "eval"])
+        super().log(logs, start_time)
+        if self._negative is not None:
+            self._tables.show_extra()
+        step = self.state.global_step
+        if self.model.training and step >= self._next_look:
+            # Reads the whole log, and therefore ever less often
+            self._next_look = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
+            for finding in diagnose(self.state.log_history, vars(self.args)).findings:
+                if finding.symptom in AT_ONCE and finding.symptom not in self._told:
+                    logger.warning(str(finding))
+                    self._told |= {finding.symptom}
+
+    # Several processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self.has_proposal:
+            check_uploads(self.args)  # the trackers are built next
+        super().create_accelerator_and_postprocess()
+        engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
+            raise ValueError(
+                f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
+                "float32. Set `fp16=False`, and `bf16=True` for half precision."
+            )
+        if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
+            raise ValueError(
+                "`use_transformers_continuous_batching=True` casts the model's shards where it samples, and processes sample in "
+                "steps of their own: it does not go with FSDP. Leave it False, or set `use_vllm=True`."
+            )
+        _fsdp.keep_precision(self.accelerator)
+
+    # Checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """
+        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`, passed over. A folder
+        that holds another run gets a warning, and its negative data are set aside. Refuses a policy without anything to train, and a stream
+        of fewer prompts than a batch takes, and trackers that would upload a proposal. At the end `trainer_state.json` is written, whatever `save_strategy` is.
+        """
+        if self.has_proposal:
+            check_uploads(self.args)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(
+                "The policy has nothing to train: all its weights are frozen; load its adapter with `is_trainable=True`, or "
+                "pass a `peft_config`."
+            )
+        output_dir = self.args.output_dir
+        if resume_from_checkpoint:
+            asked, resume_from_checkpoint = resume_from_checkpoint, find_checkpoint(resume_from_checkpoint, output_dir)
+            if asked is True:
+                logger.warning("Training goes on from %s.", resume_from_checkpoint)
+            check_settings(self, Path(resume_from_checkpoint))  # before weights are loaded, which may fail otherwise
+            if self.args.dataloader_persistent_workers and self.args.dataloader_num_workers:
+                logger.warning(
+                    "`dataloader_persistent_workers=True`: torch seeds such workers once a run, so that the resumed run will "
+                    "draw other completions than one that was not interrupted. Set it to False for the same ones."
+                )
+        if not self._has_begun and self.accelerator.is_main_process:
+            if (
+                not resume_from_checkpoint
+                or Path(resume_from_checkpoint).resolve().parent != Path(output_dir).resolve()
+            ):
+                warn_of_a_run(output_dir)
+            if not resume_from_checkpoint and self.args.save_negatives:
+                set_negatives_aside(output_dir)
+        self._has_begun |= not resume_from_checkpoint
+        with naming_a_full_disk(output_dir):
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.save_state()  # which `trl-repulse diagnose` reads
+        stopped = self.state.global_step == self._initial_global_step < self.state.max_steps
+        if stopped and isinstance(self.train_dataset, IterableDataset):  # whose rows are known only now
+            wanted = self.args.generation_batch_size // self.num_generations
+            check_dataset_size(sum(1 for _ in islice(self.train_dataset, wanted)), wanted)
+        return result
+
+    def _get_train_sampler(self, dataset: Any = None):
+        return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
+            self.proposal.module.requires_grad_(False)
+        _fsdp.start_scaler(self.accelerator)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        prepare_second_models(self, max_steps, checkpoint)
+        if checkpoint is not None:
+            load_position(self, checkpoint)
+            load_reference(self, checkpoint)
+            self._has_begun = True
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with adapters_kept(self.model if model is None else model):  # a second model's is not the policy's
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        models = self.model, *(second.module for second in self.second_models.values())
+        every, once = (
+            {name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True)
+        )
+        tied = every - once  # which a checkpoint has by their first name alone
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
+
+    def _save_checkpoint(self, model, trial):
+        # Before what transformers writes: its state comes last, and says that the checkpoint is complete
+        checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
+        is_adapter = isinstance(self.proposal, SecondAdapter)
+        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+            begin_checkpoint(self, checkpoint)
+            if not self.args.save_only_model:
+                for folder, second in self.second_models.items():  # `save_model` writes the weights
+                    second.save_state(checkpoint / folder, self.args.should_save)
+                save_reference(self, checkpoint)
+                save_position(self, checkpoint)
+            super()._save_checkpoint(model, trial)
+
+    def _get_train_sampler(self, dataset: Any = None):
+        return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def _load_best_model(self) -> None:
+        with adapters_kept(self.model):
+            super()._load_best_model()
+            for folder, second in self.second_models.items():
+                second.load_checkpoint(self, Path(self.state.best_model_checkpoint) / folder)
+        if self.use_vllm:
+            self.vllm_generation.changed()
+
+    # Sampling with vLLM
+
+    @contextlib.contextmanager
+    def _engine_fits(
+        self,
+        args: Any,
+        model: "str | PreTrainedModel | PeftModel",
+        adapters: list["PeftConfig | None"],
+    ) -> Iterator[None]:
+        """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
+        if not args.use_vllm:
+            yield
+            return
+        from ..generation._engine import engine_options
+
+        if args.bf16 or args.fp16:  # what autocast runs them in
+            dtype = "bfloat16" if args.bf16 else "float16"
+        elif isinstance(model, str):
+            options = dict(args.model_init_kwargs or {})
+            dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32")
+            if dtype == "auto":
+                loading = {"trust_remote_code": args.trust_remote_code, **options}
+                loading = {name: loading.get(name) for name in ("revision", "trust_remote_code")}
+                dtype = str(AutoConfig.from_pretrained(model, **loading).dtype or "float32")
+        else:
+            dtype = str(model.dtype)
+        if not isinstance(model, str) and is_peft_model(model):
+            adapters = [*adapters, *model.peft_config.values()]
+        with engine_options(dtype.removeprefix("torch."), [config for config in adapters if config is not None]):
+            yield
+
+    def _take_engine(self) -> None:
+        """Lets the engine that TRL has built push weights when they changed, and serve more than one model."""
+        if not self.use_vllm:
+            return
+        from ..generation import VLLMGenerator
+
+        if self.vllm_mode == "colocate":
+            # The engine has set torch's seed, from which it samples, to the number of its group whatever `seed` is
+            group = self.accelerator.process_index // self.vllm_tensor_parallel_size
+            set_seed(self.args.seed + group)
+        models = {"policy": self.accelerator.unwrap_model(self.model)}
+        self.vllm_generation = VLLMGenerator(
+            models, self._tokenizer, engine=self.vllm_generation, sleep_level=self.args.vllm_sleep_level
+        )
+        self.add_callback(_WeightsChanged(self.vllm_generation))
+
+    # Publishing
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        for folder, second in self.second_models.items():
+            path = Path(output_dir or self.args.output_dir) / folder
+            second.save_pretrained(path, self.args.should_save)
+            if self.args.should_save:
+                self.processing_class.save_pretrained(path)
+                if folder == PROPOSAL_FOLDER:
+                    name = self.args.hub_model_id or Path(self.args.output_dir).name
+                    write_proposal_card(path, name, second.module.config._name_or_path, self.args)
+        super().save_model(output_dir, _internal_call)
+        # An upload has written the card. PEFT writes one of an adapter, with the local path of its base
+        own = Path(self.args.output_dir).resolve()
+        if not _internal_call and not self.args.push_to_hub and Path(output_dir or own).resolve() == own:
+            self.create_model_card(own.name)
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            amend_model_card(self)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with withheld_from_uploads(self._withheld):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _pushes_proposal(self) -> bool:
+        return self.has_proposal and self.args.push_proposal_to_hub and self.is_world_process_zero()
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` also makes the proposal's repository. Raises a
+        `ValueError` if that is the policy's, or exists and is not private.
+        """
+        super().init_hf_repo(token, private)
+        if self._pushes_proposal():
+            self.hub_proposal_model_id = make_proposal_repository(self.args, self.hub_model_id, token)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Uploads the policy as [`~transformers.Trainer.push_to_hub`] does, without second models and negative data.
+
+        With `push_proposal_to_hub=True` the final proposal is then uploaded to the main branch of its own repository, and the call waits
+        for it. `blocking`, `revision` and `private` concern the policy alone.
+
+        Raises:
+            `ValueError`: If the proposal's repository is not private, or a tracker would upload the proposal's completions.
+        """
+        if self.has_proposal:
+            check_uploads(self.args, pushing=True)
+        with withheld_from_uploads(self._withheld):
+            pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        if self._pushes_proposal():
+            upload_proposal(self.args, self.hub_proposal_model_id, token, commit_message)
+        return pushed
