@@ -31,8 +31,8 @@ from tests.conftest import build_tokenizer
 from trl_repulse import ReinforceConfig, ReinforceTrainer
 from trl_repulse.engine.preparation import check_noise
 from trl_repulse.engine.trl_bridge import disable_dropout
-from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.engine.units import OWN, Units
+from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation._probe import Guard, probe
 
@@ -251,7 +251,13 @@ def measure_trainer(model: PreTrainedModel, tokenizer: Any) -> tuple[float, floa
         ids, mask = batch["completion_ids"].flatten(0, 1), batch["completion_mask"].flatten(0, 1)
         drawn = [row[m == 1].tolist() for row, m in zip(ids, mask, strict=True)]
         few = {name: x[:, :4] if name.startswith("completion_") else x for name, x in batch.items()}
-        scores = trainer._scoring.score(trainer.model, Units.of(few), trainer.shape).log_p[OWN].detach().sum(dim=-1).flatten()
+        scores = (
+            trainer._scoring.score(trainer.model, Units.of(few), trainer.shape)
+            .log_p[OWN]
+            .detach()
+            .sum(dim=-1)
+            .flatten()
+        )
         model.eval()
         places = [i * DRAWS + j for i in range(len(PROMPTS)) for j in range(4)]
         gap = gap_of_scores(model, [prompts[i] for i in places], [drawn[i] for i in places], scores)

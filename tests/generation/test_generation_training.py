@@ -1,5 +1,6 @@
 """Training whose samples an engine draws, against training without one: the same draws, the same weights."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.generation import _engine
 from trl_repulse.engine.sampling import Drawing
+from trl_repulse.generation import _engine
 from trl_repulse.trainers import _grpo_loss as _rows
 
 from ..vllm_double import LLM, build_engine

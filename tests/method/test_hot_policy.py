@@ -178,7 +178,9 @@ def test_what_is_not_bad_is_not_read(make, monkeypatch, trainer_cls, settings):
             trainer_cls, **HOT | {"bad_reward_threshold": -1.5} | settings, max_steps=6, logging_steps=1, optim="sgd"
         )
         if everything:
-            monkeypatch.setattr(Scoring, "score", lambda self, *args, **rest: score(self, *map(read_all, args), **rest))
+            monkeypatch.setattr(
+                Scoring, "score", lambda self, *args, **rest: score(self, *map(read_all, args), **rest)
+            )
         tokens = []
         trainer.model.register_forward_hook(
             lambda module, args, kwargs, output, tokens=tokens: (

@@ -62,7 +62,7 @@ def test_the_contract(make, term, trainer_cls, settings):
     seen = record_weights(negative)
     trainer.train()
     assert seen
-    for _, weights, shape in seen:
+    for _, _, shape, weights in seen:
         total = 0.0
         for name, units in coefficients(weights):
             size = shape.generations if name == "own" else shape.extra
@@ -89,7 +89,7 @@ def test_a_users_term_lowers_what_it_weighs(make):
         trainer = make(with_own_term(RePULSeTrainer), alpha=alpha, **term, **step)
         seen = record_weights(trainer._negative)
         trainer.train()
-        units, weights, _ = seen[-1]
+        units, _, _, weights = seen[-1]
         ends.append((units, weights))
         prompts, completions = tokens(units.prompt_ids, units.prompt_mask), tokens(units.extra.ids, units.extra.mask)
         prompts = [ids for ids in prompts for _ in range(len(completions) // len(prompts))]
@@ -162,7 +162,7 @@ class Forgets(Mistaken):
 @pytest.mark.parametrize(
     ("term", "test", "says"),
     [
-        (Raises, "test_weights", ""),
+        (Raises, "test_weights", "extra samples raise"),
         (ChangesUnits, "test_weights", "changes .*proposal_rewards"),
         (Raises, "test_gradient", "did not become less probable"),
         (OfUnitsAlone, "test_processes", "differ"),

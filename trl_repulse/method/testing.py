@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,9 +18,18 @@ from ..engine.units import EXTRA, OWN, Shape, Units
 from .negative_term import NegativeTerm, Weights
 
 
-def record_weights(term: NegativeTerm) -> list[tuple[Units, Weights, Shape]]:
-    """A list to which each later call of [`NegativeTerm.weigh`] adds its units, what it returned, and the shape of the batch."""
-    seen: list[tuple[Units, Weights, Shape]] = []
+class Weighed(NamedTuple):
+    """A call of [`NegativeTerm.weigh`] and what it returned."""
+
+    units: Units
+    scores: SetScores
+    shape: Shape
+    weights: Weights
+
+
+def record_weights(term: NegativeTerm) -> list[Weighed]:
+    """A list to which each later call of [`NegativeTerm.weigh`] is added."""
+    seen: list[Weighed] = []
     weigh = term.weigh
 
     def recorded(units: Units, scores: SetScores, shape: Shape) -> Weights:
@@ -30,7 +39,7 @@ def record_weights(term: NegativeTerm) -> list[tuple[Units, Weights, Shape]]:
         assert before.keys() == after.keys(), "`weigh` adds to the units that it is given"
         changed = [name for name, x in before.items() if not torch.equal(x.nan_to_num(), after[name].nan_to_num())]
         assert not changed, f"`weigh` changes {changed} of the units that it is given"
-        seen.append((units, weights, shape))
+        seen.append(Weighed(units, scores, shape, weights))
         return weights
 
     term.weigh = recorded  # type: ignore[method-assign]
@@ -70,34 +79,39 @@ class NegativeTermTests:
         seen = record_weights(trainer._negative)
         trainer.train()
         assert seen, "`weigh` is never called"
-        for units, weights, _ in seen:
+        for units, _, _, weights in seen:
             made = dict(coefficients(weights))
             assert made, "`weigh` gives no coefficients"
             for name, x in made.items():
-                assert x.shape == units.sets()[name].rewards.shape, f"coefficients of {name} samples have shape {tuple(x.shape)}"
-                assert not x.requires_grad and bool(x.isfinite().all()) and bool((x <= 0).all())
+                assert x.shape == units.sets()[name].rewards.shape, (
+                    f"coefficients of {name} samples have shape {tuple(x.shape)}"
+                )
+                assert not x.requires_grad, f"coefficients of {name} samples carry a gradient"
+                assert bool(x.isfinite().all()), f"coefficients of {name} samples are not finite"
+                assert bool((x <= 0).all()), f"coefficients of {name} samples raise their probability"
 
     def test_gradient(self, tmp_path: Path) -> None:
         """A step with the term leaves the samples that it weighs less probable than a step without it."""
-        ends, scores = [], []
+        calls, trainers, scores = [], [], []
         step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "max_grad_norm": 1e9}
         for alpha in (1.0, 1e-9):
             trainer = self.make_trainer(str(tmp_path / str(alpha)), alpha=alpha, **step, **self.whole)
             seen = record_weights(trainer._negative)
             trainer.train()
-            ends.append((trainer, seen[0]))
-        units, weights, shape = ends[0][1]
+            trainers.append(trainer)
+            calls.append(seen[0])
+        units, _, shape, weights = calls[0]
         plain = replace(units, own=copy.copy(units.own))
-        for trainer, _ in ends:
+        for trainer in trainers:
             wanted = trainer._negative.wanted(plain)
             with torch.no_grad():
                 found = trainer._scoring.score(trainer.model, plain, shape, replace(wanted, needed={}, sampler=None))
             scores.append(found.log_p)
         change = sum(
-            ((scores[0][name] - scores[1][name]).mul(units.sets()[name].mask).sum(-1) * x).sum()
+            ((scores[0][name] - scores[1][name]).mul(units.sets()[name].mask).sum(-1) * x.abs()).sum()
             for name, x in coefficients(weights)
         )
-        assert change > 0, "samples with a weight did not become less probable"
+        assert change < 0, "samples with a weight did not become less probable"
 
     def test_resume(self, tmp_path: Path) -> None:
         """A run that was stopped ends with the weights of one that was not, and the state is JSON."""
@@ -109,19 +123,34 @@ class NegativeTermTests:
         resumed = self.make_trainer(str(tmp_path), **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
         for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other), f"{name} differs in the resumed run: does `state` hold all that the term remembers?"
+            assert torch.equal(one, other), (
+                f"{name} differs in the resumed run: does `state` hold all that the term remembers?"
+            )
 
     def test_processes(self, tmp_path: Path) -> None:
         """Coefficients of a prompt are the same where it is cut apart, as between processes, and where it is whole."""
-        totals = []
-        for batches in (self.whole, self.cut):
-            trainer = self.make_trainer(str(tmp_path / str(len(totals))), max_steps=1, learning_rate=0.0, **batches)
-            seen = record_weights(trainer._negative)
-            trainer.train()
-            by_name: dict[str, list[torch.Tensor]] = {}
-            for _, weights, _ in seen:
-                for name, x in coefficients(weights):
-                    by_name.setdefault(name, []).append(x.flatten())
-            totals.append({name: torch.cat(x).sort().values for name, x in by_name.items()})
-        for name, x in totals[0].items():
-            torch.testing.assert_close(totals[1][name], x, msg=f"coefficients of {name} samples differ")
+        trainer = self.make_trainer(str(tmp_path), max_steps=1, **self.whole)
+        seen = record_weights(trainer._negative)
+        trainer.train()
+        units, scores, shape, weights = seen[0]
+        with torch.no_grad():
+            of_parts = trainer._negative.weigh(*cut_apart(units, scores, shape))
+        made = dict(coefficients(of_parts))
+        for name, x in coefficients(weights):
+            gap = made[name].reshape(x.shape) - x
+            assert gap.abs().max() < 1e-5, f"coefficients of {name} samples differ where prompts are cut apart"
+
+
+def cut_apart(units: Units, scores: SetScores, shape: Shape) -> tuple[Units, SetScores, Shape]:
+    """The same samples in units of one policy sample each."""
+    n = shape.unit
+
+    def cut(x: Any) -> Any:  # (U, n·k, ...) as (U·n, k, ...)
+        return x.unflatten(1, (n, -1)).flatten(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x
+
+    sets = {name: type(x)(**{key: cut(value) for key, value in vars(x).items()}) for name, x in units.sets().items()}
+    rest = {name: cut(getattr(units, name)) for name in ("advantages", "returns", "rows")}
+    prompts = (x.repeat_interleave(n, 0) for x in (units.prompt_ids, units.prompt_mask))
+    parts = {name: {key: cut(x.detach()) for key, x in vars(scores)[name].items()} for name in ("log_p", "by_sampler")}
+    cut_scores = replace(scores, entropy=None, proposal=cut(scores.proposal), **parts)
+    return Units(*prompts, **sets, **rest), cut_scores, replace(shape, unit=1, whole=False, early=True)
