@@ -409,9 +409,8 @@ def test_continuous_batching_leaves_mode_and_precision(make):
 def test_the_best_checkpoint_is_pushed(make, monkeypatch, trainer_cls):
     trainer, calls = make(trainer_cls), []
     monkeypatch.setattr(Trainer, "_load_best_model", lambda self: calls.append("loaded"))
-    for second in ("proposal", "value"):
-        if hasattr(trainer, second):
-            monkeypatch.setattr(getattr(trainer, second), "load_checkpoint", lambda *_: None)
+    for second in trainer.second_models.values():
+        monkeypatch.setattr(second, "load_checkpoint", lambda *_: None)
     trainer.state.best_model_checkpoint = "checkpoint-1"
     trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(changed=lambda: calls.append("changed"))
     trainer._load_best_model()

@@ -298,9 +298,9 @@ def test_several_processes_refuse_what_they_cannot_score(make, tokenizer, mixed,
 @pytest.mark.trainer
 def test_models_that_share_weights_refuse_what_they_cannot_sample(make, tokenizer, mixed, monkeypatch):
     trainer = reinforce(make, tokenizer, "minimax", mixed)
-    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(trainer._scoring, "passes_together", True)
     with pytest.raises(ValueError, match="use prompts of one length, or launch without ZeRO-3 and FSDP"):
-        trainer._generate_single_turn([[3], [3, 12]], None, {})
+        trainer._generate_single_turn([[3], [3, 12]], None, {}, 1)
 
 
 @pytest.mark.trainer

@@ -109,7 +109,7 @@ def test_nothing_is_pushed_before(make, few, monkeypatch, trainer_cls):
 
     def spy(self, *args):
         found = weigh(self, *args)
-        pushed.append((self.trainer.bad_reward_threshold, any(x.abs().sum() > 0 for x in found.values())))
+        pushed.append((self.bad_reward_threshold, any(x.abs().sum() > 0 for x in (found.own, found.extra))))
         return found
 
     monkeypatch.setattr(HotPolicy, "weigh", spy)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse.engine.logs import Logs
 from trl_repulse.method import constraint as _constraint
 from trl_repulse.method.constraint import Constraint
 from trl_repulse.rewards.transforms import dual_step
@@ -67,12 +68,11 @@ def test_exact_policies_end_at_the_limit(start, limit):
 
 
 def constraint_of(start, limit, rate):
-    """A constraint whose trainer is nothing but its settings."""
+    """A constraint of one process."""
     args = SimpleNamespace(max_bad_probability=limit, constraint_learning_rate=rate)
-    model, metrics = SimpleNamespace(training=True), {"train": defaultdict(list)}
-    trainer = SimpleNamespace(args=args, model=model, _metrics=metrics)
-    trainer._gathered, trainer._record = lambda seen: seen, lambda *_: None
-    return Constraint(trainer, start)
+    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x)
+    logs = Logs(accelerator, {"train": defaultdict(list)}, SimpleNamespace(training=True))
+    return Constraint(args, logs, start)
 
 
 def constrained_policy(role, start, resumed_at=None, updates=1000):

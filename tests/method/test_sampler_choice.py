@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from trl_repulse.engine.units import CompletionSet
 from trl_repulse.generation._samplers import POLICY, Sampler
 from trl_repulse.math.token_effects import TILTS, TokenEffects
 from trl_repulse.method import hot_policy as _hot_policy
@@ -74,10 +75,12 @@ def test_the_sampler_that_finds_most_is_drawn_most(make):
     assert set(drawn(200)) == set(range(7))
     choice.counts[:] = [[1, 2, 30, 1, 2, 1, 3], [99, 98, 70, 99, 98, 99, 97]]
     assert drawn(50).count(2) == 50
-    batch = torch.zeros(8, 1, dtype=torch.long), torch.ones(8, 1, dtype=torch.long), torch.zeros(8)
+    batch = CompletionSet(
+        torch.zeros(8, 1, 1, dtype=torch.long), torch.ones(8, 1, 1, dtype=torch.long), torch.zeros(8, 1)
+    )
     for _ in range(400):  # all of its samples are good now
         choice.index = 2
-        choice.observe(batch, batch)
+        choice.observe(batch, batch, trainer.bad_reward_threshold)
     assert choice.counts[0, 2] < 0.1 and 2 not in drawn(20)
 
 
@@ -89,9 +92,9 @@ def test_a_biased_sampler_draws_as_often_as_it_says(make):
     raised = torch.zeros(choice.effects.sums.size(1))
     raised[BAD] = 2.0
     choice.samplers[-1] = Sampler(bias=raised)
-    choice.choose = lambda: setattr(choice, "index", len(choice.samplers) - 1)
+    choice.choose = lambda **_: setattr(choice, "index", len(choice.samplers) - 1)
     seen = {}
-    choice.observe = lambda *sets: seen.update(zip(("own", "others"), (ids for ids, _, _ in sets), strict=True))
+    choice.observe = lambda own, extra, _: seen.update(own=own.ids, others=extra.ids)
     trainer.train()
     for name, bias in (("own", 0.0), ("others", 2.0)):
         expected = []

@@ -272,12 +272,12 @@ def test_the_weight_of_a_sample_without_a_reward_is_exactly_0(run, tokenizer, re
     texts = [tokenizer.decode(c, skip_special_tokens=True) for group in PROPOSAL for c in group]
     left_out = torch.tensor([text == " bad bad" for text in texts])
     assert left_out.nonzero().flatten().tolist() == [3]
-    for name in ("proposal_w", "negative_coefficients", "proposal_coefficients"):
+    for name in ("proposal_weights", "proposal_negative_coefficients", "proposal_contrast"):
         values = batch[name].flatten(1)
         assert (values[left_out] == 0).all(), name
-    others = batch["proposal_w"].view(2, N)[0, :3]
+    others = batch["proposal_weights"].view(2, N)[0, :3]
     whole, *_ = run("gpt2", 1, 8, **settings)
     batch = whole._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPTS for _ in range(N)])
-    with_it = batch["proposal_w"].view(2, N)[0]
+    with_it = batch["proposal_weights"].view(2, N)[0]
     torch.testing.assert_close(others, with_it[:3] / with_it[:3].sum())
     assert with_it[3] > 0.5  # the control: it had a weight

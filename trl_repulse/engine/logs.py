@@ -192,8 +192,8 @@ class Logs:
     """
     Metrics of a trainer in which all samples (or tokens, or prompts) since the last log count the same.
 
-    Rows with which accelerate fills up the last batch of an evaluation do not count. Methods that take values of this process are
-    collective calls.
+    Rows with which accelerate fills up the last batch of an evaluation do not count. Values of this process wait until [`flush`], which
+    gathers all of them in one collective call; each process must record the same names.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
@@ -203,10 +203,13 @@ class Logs:
 
     def __init__(self, accelerator: Accelerator, metrics: dict[str, dict[str, list[Any]]], model: nn.Module):
         self.accelerator, self._metrics, self._model = accelerator, metrics, model
+        self.prefix = ""  # of the names of what waits
         self.loss_count = 0.0  # samples or tokens of all processes that the latest loss is a mean of
         self._evaluation: _Evaluation | None = None
         # Of each reward function its first reward, for how many batches it was the only one (infinite if it is not), and samples
         self._constant: dict[str, tuple[float, float, int]] = {}
+        # Statistics by name, and what they are of: moments of values of this process, or a sum and a number of tokens
+        self._waiting: list[tuple[dict[str, Callable[..., float]], list[Moments] | tuple[float, float]]] = []
 
     @property
     def mode(self) -> str:
@@ -284,20 +287,41 @@ class Logs:
         table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
         return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
 
-    def statistics(self, statistics: dict[str, Callable[[Moments], float]], values: torch.Tensor) -> Moments:
-        """Records statistics of values of all processes, of which each may have another number, and returns their moments; NaN is left out."""
-        moments = self.gathered(Moments.of(values))
-        self.record(statistics, moments)
-        return moments
+    def statistics(self, statistics: dict[str, Callable[..., float]], *values: torch.Tensor) -> None:
+        """Records statistics of tensors of all processes, of which each may have another number of values; NaN is left out."""
+        named = {f"{self.prefix}{name}": statistic for name, statistic in statistics.items()}
+        self._waiting.append((named, [Moments.of(x) for x in values]))
+
+    def flush(self) -> None:
+        """Gathers and records what waits. A collective call."""
+        waiting, self._waiting = self._waiting, []
+        rows = []
+        for _, of_process in waiting:
+            if isinstance(of_process, tuple):
+                rows.append([*of_process, 0.0, 0.0, 0.0])
+            else:
+                rows += [list(vars(moments).values()) for moments in of_process]
+        if not rows:
+            return
+        table = torch.tensor([rows], dtype=torch.float32, device=self.accelerator.device)
+        of_all = iter(zip(*self.accelerator.gather(table).tolist(), strict=True))  # of each row those of all processes
+        for statistics, of_process in waiting:
+            if isinstance(of_process, tuple):
+                total, tokens = (sum(column) for column in list(zip(*next(of_all), strict=True))[:2])
+                moments = [Moments.alike(total / max(tokens, 1), tokens)]
+            else:
+                moments = [sum((Moments(*row) for row in next(of_all)), Moments()) for _ in of_process]
+            for name, statistic in statistics.items():
+                self.metrics[name].append(Pooled(statistic, *moments))
 
     def mean(self, name: str, values: torch.Tensor) -> None:
-        """Records the mean of values of all processes; NaN is left out."""
+        """Records the mean of values; NaN is left out."""
         self.statistics({name: mean}, values)
 
     def token_mean(self, name: str, total: torch.Tensor, tokens: torch.Tensor) -> None:
         """Records a mean over tokens from this process's sum and number of them."""
-        total, tokens = self.accelerator.reduce(torch.stack([total.detach(), tokens.to(total.dtype)])).tolist()
-        self.record({name: mean}, Moments.alike(total / max(tokens, 1), tokens))
+        total, tokens = torch.stack([total.detach(), tokens.to(total.dtype)]).tolist()
+        self._waiting.append(({f"{self.prefix}{name}": mean}, (total, tokens)))
 
     def value(self, name: str, value: float) -> None:
         """Records, for training, a number that all processes have."""
@@ -391,7 +415,8 @@ class Logs:
     def engine_gap(self, gap: torch.Tensor, limit: float, prefix: str = "") -> None:
         """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns above `limit`."""
         name = f"{prefix}sampling/sampling_logp_difference"
-        moments = self.statistics({f"{name}/mean": mean, f"{name}/max": highest}, gap)
+        moments = self.gathered(Moments.of(gap))
+        self.record({f"{name}/mean": mean, f"{name}/max": highest}, moments)
         if moments.mean > limit:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
@@ -445,24 +470,23 @@ class Tables:
         the bad ones to the negative data.
         """
         table = self.extra if is_extra else self.own
-        real = self._logs.real_rows(len(samples.prompts))
-        prompts, completions = gather_object(samples.prompts)[:real], gather_object(samples.completions)[:real]
+        real, pending = self._logs.real_rows(len(samples.prompts)), self._pending
+        if len(self._names) > 1:  # a column of the same name that a reward function logged stays
+            pending.setdefault("reward", samples.rewards.tolist())
+        if self._transforms:
+            pending.setdefault("reward_transformed", self._transform(samples.rewards).tolist())
+        parts = gather_object([(samples.prompts, samples.completions, dict(pending))])
+        pending.clear()
+        prompts, completions = ([x for part in parts for x in part[i]][:real] for i in (0, 1))
         table["prompt"].extend(prompts)
         table["completion"].extend(completions)
         for name, column in zip(self._names, samples.rewards_per_func.T, strict=True):
             table["rewards"][name].extend(column[:real].tolist())
         table["advantages"].extend([math.nan] * len(prompts))
 
-        pending = self._pending  # a column of the same name that a reward function logged stays
-        if len(self._names) > 1:
-            pending.setdefault("reward", samples.rewards.tolist())
-        if self._transforms:
-            pending.setdefault("reward_transformed", self._transform(samples.rewards).tolist())
-        for column in sorted(set(gather_object(list(pending)))):  # sorted, so that all processes gather the same one
-            values = pending.get(column, [None] * len(samples.prompts))
-            table["extra"][column].extend(gather_object(values)[:real])
-        pending.clear()
-
+        for column in sorted({name for *_, columns in parts for name in columns}):
+            values = [x for part in parts for x in part[2].get(column, [None] * len(part[0]))]
+            table["extra"][column].extend(values[:real])
         if self._args.save_negatives and self._logs.mode == "train":
             rewards = self._logs.accelerator.gather(samples.rewards)
             self.append_negatives(prompts, completions, rewards, is_extra)

@@ -148,12 +148,13 @@ class Drawing:
             rows = [row for row in rows[::n] for _ in range(m)]
         if self._joint is not None:
             self._joint.expect_others()
+        self._logs.prefix = f"{PROPOSAL_FOLDER}/"
         try:
             with sampling_from(trainer, source.engine, PROPOSAL_FOLDER, shape.extra, source.sampler):
                 with trainer._acting(rows) as acting_rows:
                     samples = self._draw(acting_rows, shape)
         finally:
-            self._joint = None
+            self._joint, self._logs.prefix = None, ""
         self._tables.record(samples, is_extra=True)
         extra = samples.in_units(m)
         for name, prompts in own_prompts(samples, units, m).items():

@@ -40,9 +40,9 @@ class CollapseWatch:
         self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
         self._warned = False
 
-    def look(self, units: Units, scores: SetScores, shape: Shape, counted: torch.Tensor | None = None) -> Moments:
+    def look(self, units: Units, scores: SetScores, shape: Shape, counted: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Logs `distinct` and `log_p_rank`, and returns the moments of the first. A collective call.
+        Logs `distinct` and `log_p_rank`, and returns the first of each prompt that counts.
 
         Args:
             units ([`Units`]): Samples of both kinds.
@@ -54,25 +54,27 @@ class CollapseWatch:
         mask = by_prompt(extra.mask, size)
         known = (~by_prompt(extra.rewards, size).isnan()).any(dim=1)  # other prompts may only fill up a batch
         shares = distinct_share(by_prompt(extra.ids, size), mask)
-        distinct = self._logs.statistics({"proposal/distinct": mean}, shares[known])
+        self._logs.mean("proposal/distinct", shares[known])
         own = by_prompt(sequence_log_prob(scores.of(OWN, units.own), units.own.mask), shape.generations)
         counted = None if counted is None else by_prompt(counted, size)
         log_p = sequence_log_prob(by_prompt(scores.of(EXTRA, extra), size), mask)
         self._logs.mean("proposal/log_p_rank", rank_among(log_p, own, counted)[known])
-        return distinct
+        return shares[known]
 
-    def compare(self, units: Units, log_w: torch.Tensor, distinct: Moments, shape: Shape) -> None:
+    def compare(self, units: Units, log_w: torch.Tensor, shares: torch.Tensor, shape: Shape) -> None:
         """
         Logs `log_z_gap`, and warns once if it stays large, or samples stay alike. A collective call.
 
-        `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `distinct` is what [`look`] returned.
+        `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `shares` are what [`look`] returned.
         """
         by_prompt, size = self._services.by_prompt, shape.extra
         scored = ~by_prompt(units.extra_samples.rewards, size).isnan()  # (P, K)
         log_potential = by_prompt(self._term.log_potential(units.own.rewards), shape.generations)  # (P, N)
         bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         gaps = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)  # (P,)
-        gap = self._logs.statistics({"proposal/log_z_gap": mean}, torch.where(gaps.isinf(), torch.nan, gaps))
+        gap = self._logs.gathered(Moments.of(torch.where(gaps.isinf(), torch.nan, gaps)))
+        self._logs.record({"proposal/log_z_gap": mean}, gap)
+        distinct = self._logs.gathered(Moments.of(shares))
         if not shape.training or not distinct.count:
             return
         self._of_update.append((gap.mean if gap.count else None, distinct.mean * size))

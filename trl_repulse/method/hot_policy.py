@@ -179,7 +179,7 @@ class SamplerChoice:
         """The chosen sampler."""
         return self.samplers[self.index]
 
-    def choose(self, gathers: bool) -> None:
+    def choose(self, gathers: bool = True) -> None:
         """Counts what was found since the last choice, by this process alone if it `gathers`, and chooses the next sampler. A collective call."""
         self._finds.extend(gather_object(self._new) if gathers else self._new)
         self._new = []
@@ -214,7 +214,9 @@ class SamplerChoice:
         if self._temperature is not None:
             return
         accelerator = self._services.accelerator
-        everyone = [accelerator.gather(samples.rewards.flatten()) for samples in (own, extra)]
+        of_process = torch.cat([own.rewards.flatten(), extra.rewards.flatten()])
+        of_all = accelerator.gather(of_process).view(accelerator.num_processes, -1)
+        everyone = [x.flatten() for x in of_all.tensor_split([own.rewards.numel()], dim=1)]
         if threshold is not None:
             self.counts *= _KEPT
             for index, rewards in zip((0, self.index), everyone, strict=True):
@@ -228,9 +230,9 @@ class SamplerChoice:
         if spread == 0:
             return
         new: torch.Tensor | float = 0.0
-        for samples, of_all in zip((own, extra), everyone, strict=True):
+        for samples, rewards in zip((own, extra), everyone, strict=True):
             deviations = deviations_of(samples.rewards.flatten(), middle, spread)
-            deviations = deviations - deviations_of(of_all, middle, spread).nanmean()
+            deviations = deviations - deviations_of(rewards, middle, spread).nanmean()
             ids, mask = samples.ids.flatten(0, -2), samples.mask.flatten(0, -2)
             new = new + TokenEffects.of(ids, mask, deviations, self._vocabulary)
         self.effects.sums += accelerator.reduce(new, "sum").cpu().double()

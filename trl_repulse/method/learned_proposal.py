@@ -168,6 +168,7 @@ class LearnedProposal(ExtraSamplesTerm):
                 target = self.services.by_unit(normalize_weights(log_w), units.extra_samples.rewards)
                 self._accumulate(now.with_extra(weights=target, contrast=None), scores, log_q, shape, len(chunks))
         self._step(advance_schedule)
+        self.logs.flush()  # it may come between a step and its log
 
     def end_of_update(self) -> None:
         """Updates the proposal, unless it waits for the policy."""

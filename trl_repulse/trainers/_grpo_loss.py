@@ -51,7 +51,6 @@ class GRPOLossTrainer(BaseTrainer):
 
     def _draw_rows(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
         """TRL's generation batch, with `rewards` `(B,)`."""
-        self._check_batch(inputs)
         logs, tables = self._logs_of_run, self._tables
         with logs.weighing(logs.real_rows(len(inputs))) as metrics:
             batch = super()._generate_and_score_completions(inputs)

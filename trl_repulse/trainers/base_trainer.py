@@ -40,6 +40,7 @@ from ..data._checks import (
     check_reward_funcs,
     check_rewards,
     check_rows,
+    fitting_prompts,
 )
 from ..data._prompts import (
     TEMPLATE_ERRORS,
@@ -132,6 +133,17 @@ logger = get_logger(__name__)
 Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 
 
+@dataclass
+class CheckedRows:
+    """Data collator that returns rows as they are, and refuses those without a usable prompt."""
+
+    features: Any  # the data set's column types, if they are known
+
+    def __call__(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        check_rows(rows, self.features)
+        return rows
+
+
 @dataclass(frozen=True)
 class SecondModelArguments:
     """A trainer's arguments on second models, which TRL's trainers do not have."""
@@ -199,6 +211,7 @@ class BaseTrainer(GRPOTrainer):
     _negative: NegativeTerm | None = None
     _scoring: Scoring | None = None
     _conversation: list[dict[str, Any]] | None = None  # the latest prompt as the chat template got it
+    _fitting_prompts: tuple[float, float] = (0, 0)  # as `data._checks.fitting_prompts` gives, once a batch was checked
     _has_begun = False  # whether the negative data in the folder are this run's
     _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
     _next_look = 1  # update from which the log is looked at again
@@ -274,6 +287,8 @@ class BaseTrainer(GRPOTrainer):
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
             self._check_templates(train_dataset, eval_dataset)
         self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
+        if environment_factory is None:  # streams, and data sets that change their rows, are checked as they yield
+            self.data_collator = CheckedRows(self.train_dataset.features)
         self._build_services()
         self._prepare_scoring()
         self._add_value_model()
@@ -533,11 +548,6 @@ class BaseTrainer(GRPOTrainer):
 
     # Hooks of TRL: sampling and rewards
 
-    def _check_batch(self, rows: list[dict[str, Any]]) -> None:
-        """Refuses rows without a usable prompt."""
-        if self.environment_factories is None:
-            check_rows(rows, self.train_dataset.features)
-
     def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
         """Context in which extra samples are drawn with tools and environments of their own; it gives their rows."""
         return contextlib.nullcontext(rows)
@@ -545,12 +555,6 @@ class BaseTrainer(GRPOTrainer):
     def _has_ended(self, completion: list[int]) -> bool:
         """Whether a completion ends with an end token."""
         return completion[-1] in (*self.eos_token_ids, self._tokenizer.pad_token_id)
-
-    def _drawing_together(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the policy's samples are drawn, and extra ones in the same call where that is possible."""
-        if self._negative is None or (source := self._negative.source()) is None:
-            return contextlib.nullcontext()
-        return self._drawing.together(self.shape, source)
 
     @property
     def _leaves_passes_to_trl(self) -> bool:
@@ -610,23 +614,35 @@ class BaseTrainer(GRPOTrainer):
         return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
 
     def _tokenize_prompts(self, prompts: list):
+        are_texts = isinstance(prompts[0], str)
         try:
-            tokenized = super()._tokenize_prompts(as_templates_read(prompts))
+            tokenized = super()._tokenize_prompts(prompts if are_texts else as_templates_read(prompts))
         except TEMPLATE_ERRORS:
             for number, prompt in enumerate(prompts, 1):
                 if not isinstance(prompt, str):
                     render(self.processing_class, prompt, f"Row {number} of a batch", self.chat_template_kwargs)
             raise
-        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
-        if not isinstance(prompts[0], str):
+        if not are_texts:
             self._conversation = prompts[0]
-        limit = self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
-        check_prompt_lengths(tokenized[0], prompts, self.model.config, self.max_completion_length, limit)
-        check_added_tokens(self._tokenizer, prompts, tokenized[0])
+        lengths, room, vocabulary = [len(ids) for ids in tokenized[0]], *self._fitting_prompts
+        if not 0 < min(lengths) <= max(lengths) <= room or max(map(max, tokenized[0])) >= vocabulary:  # at first
+            self._check_prompts(prompts, tokenized[0])
+            self._fitting_prompts = fitting_prompts(self.model.config, self.max_completion_length, self._engine_length)
         for fields in tokenized[1:]:  # GPT-2 adds embeddings of token types, which scoring does not pass
             if isinstance(fields, dict):
                 fields.pop("token_type_ids", None)
         return tokenized
+
+    def _check_prompts(self, prompts: list, prompt_ids: list[list[int]]) -> None:
+        """Refuses prompts that the model cannot read with room for a completion, and warns of how they are written."""
+        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
+        check_prompt_lengths(prompt_ids, prompts, self.model.config, self.max_completion_length, self._engine_length)
+        check_added_tokens(self._tokenizer, prompts, prompt_ids)
+
+    @property
+    def _engine_length(self) -> int | None:
+        """Most tokens of a prompt and its completion on a vLLM engine of this process."""
+        return self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
 
     def _generate(self, prompts: list):
         logs = self._logs_of_run
@@ -651,11 +667,13 @@ class BaseTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        check_rewards(rewards_per_func, self.reward_func_names, are_models)
+        if not bool(rewards_per_func.isfinite().all()):
+            check_rewards(rewards_per_func, self.reward_func_names, are_models)
         # Like a sample without a reward, a row that fills up the batch takes part in nothing
         logs = self._logs_of_run
         rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
-        logs.pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
+        if not all(are_models):  # functions can log
+            logs.pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
         self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 
@@ -681,6 +699,7 @@ class BaseTrainer(GRPOTrainer):
                 self.second_models[VALUE_FOLDER].update(self._logs_of_run, VALUE_FOLDER)
             if self._negative is not None:
                 self._negative.end_of_update()
+        self._logs_of_run.flush()
         return loss
 
     def evaluation_loop(
@@ -708,6 +727,7 @@ class BaseTrainer(GRPOTrainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         self._logs_of_run.begin_batch(len(inputs))
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._logs_of_run.flush()
         return self._logs_of_run.end_batch(loss), *rest
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -786,9 +806,6 @@ class BaseTrainer(GRPOTrainer):
             wanted = self.args.generation_batch_size // self.num_generations
             check_dataset_size(sum(1 for _ in islice(self.train_dataset, wanted)), wanted)
         return result
-
-    def _get_train_sampler(self, dataset: Any = None):
-        return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it

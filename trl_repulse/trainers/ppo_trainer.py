@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from ..configs import PPOConfig
 from ..data._checks import check_adapters
-from ..engine.logs import Moments, Pooled, mean, share_explained
+from ..engine.logs import Moments, mean, share_explained
 from ..engine.preparation import VALUE_MODEL, as_trained
 from ..engine.resume import RESUME_STATE
 from ..engine.reward_functions import RewardFunc, check_separate_rewards
@@ -280,8 +280,8 @@ class PPOTrainer(GRPOLossTrainer):
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         logs = self._logs_of_run
-        targets, errors = (logs.gathered(Moments.of(x[mask != 0])) for x in (returns, returns - values))
-        logs.metrics[f"{VALUE_FOLDER}/explained_variance"].append(Pooled(share_explained, targets, errors))
+        of_tokens = (x[mask != 0] for x in (returns, returns - values))
+        logs.statistics({f"{VALUE_FOLDER}/explained_variance": share_explained}, *of_tokens)
         logs.mean(f"{VALUE_FOLDER}/mean", values[mask != 0])
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:

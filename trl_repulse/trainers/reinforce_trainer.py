@@ -97,7 +97,6 @@ class ReinforceTrainer(BaseTrainer):
 
     def _draw_own(self, rows: list[dict[str, Any]], shape: Shape) -> Units:
         """Units of the policy's samples, with what has to be scored before the policy changes."""
-        self._check_batch(rows)
         units = self._drawing.draw_own(rows, shape)
         own, self._local_batch_rows = units.own, len(rows)
         if self.beta != 0.0:
