@@ -195,7 +195,7 @@ def test_metrics_are_documented():
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     statistics = "mean|std|lowest|highest"
     written = re.findall(
-        rf"""(?:\[f?"([^"]+)"\]\.append\(|(?:_log_\w+|(?:scorer|self)\.log(?:_value)?)\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""",
+        rf"""(?:\[f?"([^"]+)"\]\.append\(|(?:logs|self)\.(?:mean|value|token_mean)\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""",
         source,
     )
     names = {

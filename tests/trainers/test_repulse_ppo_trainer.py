@@ -100,12 +100,6 @@ def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
     assert Fixed(make(RePULSeGRPOTrainer).args)._negative is not None
 
 
-def test_an_update_of_no_proposal(make):
-    trainer = make(RePULSeGRPOTrainer, proposal="policy")
-    with pytest.raises(ValueError, match="There is no proposal to update"):
-        trainer.update_proposal([])
-
-
 def test_value_model_and_proposal_share_no_weights(make, model_dirs):
     proposal = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
     value = AutoModelForTokenClassification.from_pretrained(model_dirs["llama"], num_labels=1)

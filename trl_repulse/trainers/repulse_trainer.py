@@ -29,11 +29,11 @@ class RePULSeTrainer(ReinforceTrainer):
     One training step, Algorithm 1 of the paper:
 
     1. draw N completions of each prompt from the policy, K more that find its bad outputs, and the rewards of both
-       (`_generate_and_score_completions`, [`NegativeTerm.sample`]);
+       (`_generate_and_score_completions`, [`NegativeTerm.draw`]);
     2. score them under the policy (`_compute_loss`);
     3. weigh: advantages of the policy's samples (`_credit`), importance weights of those of step 1 ([`NegativeTerm.weigh`]);
     4. take a step of the policy on Eq. 4 ([`~trl_repulse.math.losses.repulse_loss`]);
-    5. with a learned proposal, take a step of the proposal on its samples ([`LearnedProposal.learn`]).
+    5. with a learned proposal, take a step of the proposal on its samples ([`NegativeTerm.learn`]).
 
     With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward
     outputs: its target is σ ∝ policy · exp(`target_dist_beta`·reward), and it takes a step of contrastive twist learning at each
@@ -98,10 +98,11 @@ class RePULSeTrainer(ReinforceTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if self._negative is None:
             return super()._generate_and_score_completions(inputs)
+        # Step 1: draw
         shape, source = self.shape, self._negative.source(self.shape)
         with self._drawing.together(shape, source):
             units = self._draw_own(inputs, shape)
-        return self._negative.draw(inputs, units, shape, source).to_batch()  # Step 1: draw
+        return self._negative.draw(inputs, units, shape, source).to_batch()
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if (negative := self._negative) is None:
