@@ -19,6 +19,8 @@ from trl_repulse import (
     RePULSeTrainer,
 )
 from trl_repulse.engine import preparation as _set_up
+from trl_repulse.engine.scoring import Wanted
+from trl_repulse.engine.units import EXTRA, OWN, Units
 from trl_repulse.generation._cache import prompts_read_once
 from trl_repulse.generation._samplers import Sampler
 
@@ -174,9 +176,10 @@ def test_half_precision(make, precision, monkeypatch):
             "prompt_mask": (prompts != 0).long(),
             "completion_ids": torch.randint(3, 19, (2, 4, 4)),
             "completion_mask": torch.ones(2, 4, 4, dtype=torch.long),
+            "rewards": torch.zeros(2, 4),
         }
-        sample = {name: x.to(trainer.accelerator.device) for name, x in sample.items()}
-        runs[share, half] = trainer._score(trainer.model, sample, gradient=False).log_p[0]
+        units = Units.of({name: x.to(trainer.accelerator.device) for name, x in sample.items()})
+        runs[share, half] = trainer._scoring.score(trainer.model, units, trainer.shape, gradient=False).log_p[OWN]
     exact = runs[False, False]
     errors = [(runs[share, True] - exact).abs().mean().item() for share in (True, False)]
     assert 0 < errors[0] < 2 * errors[1] and (runs[True, True] - exact).abs().max() < 0.2
@@ -244,9 +247,10 @@ def test_passes_without_gradient_are_chunked(make, share):
     trainer.model.train()
     batch = trainer._generate_and_score_completions([{"prompt": "the cat"}] * 4 + [{"prompt": "a dog"}] * 4)
     sizes.clear()
-    sets = ("completion", "proposal_completion")
+    sets = (OWN, EXTRA)
     bad = {name: torch.ones(2, size, dtype=torch.bool) for name, size in zip(sets, (4, 28), strict=True)}
-    trainer._score(trainer.model, batch, sets, gradient=False, by_sampler=(Sampler(1.6), bad))
+    wanted = Wanted(sets, sampler=Sampler(1.6), by_sampler=bad)
+    trainer._scoring.score(trainer.model, Units.of(batch), trainer.shape, wanted, gradient=False)
     assert sizes == [32, 32]
 
 

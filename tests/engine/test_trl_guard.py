@@ -263,6 +263,6 @@ def test_a_dropped_output_of_the_fused_head_is_reported(grpo, monkeypatch):
 def test_a_trl_that_scores_on_gpus_alone_is_reported(monkeypatch):
     """As 1.15 without Triton. With `alpha` above 0 scores come from the model's logits."""
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", None)
-    grpo = SimpleNamespace(args=SimpleNamespace(alpha=0.0))
+    grpo = SimpleNamespace(_leaves_passes_to_trl=True)
     with pytest.raises(ValueError, match="needs Triton and a GPU. Install TRL 1.16"):
         RePULSeGRPOTrainer._prepare_scoring(grpo)

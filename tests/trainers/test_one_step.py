@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import TrainerCallback
 
 import trl_repulse
@@ -37,7 +36,10 @@ class Trace(TrainerCallback):
         if event != "call":
             return
         caller, name = frame.f_back, frame.f_code.co_name
-        if name in ("gather", "reduce", "gather_object", "pad_across_processes") and "accelerate" in frame.f_code.co_filename:
+        if (
+            name in ("gather", "reduce", "gather_object", "pad_across_processes")
+            and "accelerate" in frame.f_code.co_filename
+        ):
             while Path(caller.f_code.co_filename).parent.name in ("accelerate", "utils", "contextlib.py"):
                 caller = caller.f_back
             if caller.f_code.co_filename.startswith(PACKAGE):
@@ -92,5 +94,7 @@ def test_the_step_reads_as_algorithm_1():
         assert source.strip() in page, f"docs/design.md shows another `{name}`"
         assert len(source.splitlines()) <= 20
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(RePULSeTrainer._compute_loss))).body
-    called = [node.func.attr for node in ast.walk(function) if isinstance(node, ast.Call) and hasattr(node.func, "attr")]
+    called = [
+        node.func.attr for node in ast.walk(function) if isinstance(node, ast.Call) and hasattr(node.func, "attr")
+    ]
     assert {"score", "_weigh", "_loss", "learn"} <= set(called)
