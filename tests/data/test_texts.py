@@ -10,12 +10,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import tokenize_prompts
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data import _texts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
 from trl_repulse.evaluation.callback import BeforeAfterCallback, draw_completions
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
 from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.log_probs import negative_log_probs

@@ -10,9 +10,9 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import BadTokenTrackingCallback, ExactTrackingCallback
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.plots import _logged_panels, plot_training
 from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
 

@@ -24,9 +24,9 @@ from ..generation._batches import end_tokens, until_end
 from ..generation._probe import Guard, probe
 from ..generation.completions import tokenize
 from ..generation.transformers_generator import draw
+from ..models._adapters import in_mode
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
-from .exact import reward_of_model
 
 
 logger = logging.get_logger(__name__)
@@ -185,6 +185,18 @@ def vllm_engine(
         return [until_end(list(output.outputs[0].token_ids), end) for output in outputs]
 
     return engine
+
+
+def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], torch.Tensor]:
+    """The reward function that TRL makes of a sequence-classification model."""
+
+    def reward(texts: list[str]) -> torch.Tensor:
+        device = next(model.parameters()).device
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        with in_mode(model, training=False):
+            return model(**batch.to(device)).logits[:, 0]
+
+    return reward
 
 
 def as_function(
