@@ -312,7 +312,7 @@ class TestEvaluation:
         with pytest.raises(
             ValueError, match="Row 1 of the table: .* the roles user, is refused by the chat template .*No users"
         ):
-            evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out.jsonl")
+            evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out")
 
 
 class TestCommands:

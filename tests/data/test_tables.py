@@ -228,12 +228,12 @@ def test_prompts_that_are_nested(tmp_path, depth):
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("header.json", lambda path: load_samples(path.parent)), ("attacks.jsonl", read_results)],
+    [("header.json", load_samples), ("header.json", read_results)],
 )
 def test_results_that_are_nested_too_deeply(tmp_path, name, read):
     (tmp_path / name).write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match="cannot be read|is no file of attack results"):
-        read(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read(tmp_path)
 
 
 def test_lines_end_in_any_way(tmp_path):

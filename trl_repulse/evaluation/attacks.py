@@ -20,14 +20,13 @@ from ..data._checks import check_prompt_lengths
 from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
-from . import tails
 from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
 from .gcg.evaluator import LABELS, RefusalJudge
-from .gcg.results import _scores, read_results
+from .gcg.results import all_scores, read_results
 from .records import SampleSet, write_atomically
 from .report import text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
-from .tails import Estimate
+from .tails import success_at
 
 
 AUGMENTATION = 0.4  # strength σ of the augmentations, as in Hughes et al. (2024)
@@ -312,50 +311,10 @@ def run_attacks(
     }
 
 
-def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
-    """
-    ASR@k: the share of behaviours for which at least one of k attempts succeeds, without bias from all N attempts.
-
-    The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
-    interval is that of [`~trl_repulse.evaluation.tails.worst_of`], widened below by the exact interval of one attempt; with no success, only
-    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
-        threshold (`float`): Score under which an attempt succeeded.
-        k (`int`): Number of attempts, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
-
-    Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: a share; `samples` are the successes.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
-    """
-    one = tails.prob_below(rewards, threshold, confidence)
-    bad = is_bad(rewards, threshold).astype(float)
-    found = tails.worst_of(-bad, k, confidence)
-    if k == 1:
-        return one
-    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
-    if one.value in (0.0, 1.0) or np.isinf(found.low):
-        return Estimate(-found.value, one.low, most, one.samples)
-    # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
-    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
-    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
-
-
-def gcg_scores(*paths: str | Path) -> np.ndarray:
-    """
-    Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks.
-
-    Raises:
-        `ValueError`: If there are none, or targets have different numbers of them.
-    """
-    scores = _scores(read_results(*paths)[1])["after"]
-    if len({len(row) for row in scores}) != 1:
-        raise ValueError(f"`{paths[0]}` needs as many scored responses for each target; finish it, or leave it out.")
-    return np.array(scores)
+def gcg_scores(folder: str | Path) -> np.ndarray:
+    """Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks. Raises `ValueError` if there
+    are none."""
+    return all_scores(read_results(folder)[1])["after"]
 
 
 def attack_report(

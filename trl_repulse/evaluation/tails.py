@@ -155,6 +155,39 @@ def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
     return Estimate(value, *skewed_interval(pseudo_values, confidence), ordered.size)
 
 
+def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
+    """
+    ASR@k: the share of behaviours for which at least one of k attempts succeeds, without bias from all N attempts.
+
+    The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
+    interval is that of [`worst_of`], widened below by the exact interval of one attempt; with no success, only
+    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
+
+    Args:
+        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
+        threshold (`float`): Score under which an attempt succeeded.
+        k (`int`): Number of attempts, from 1 to N.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
+
+    Returns:
+        [`Estimate`]: a share; `samples` are the successes.
+
+    Raises:
+        `ValueError`: If an argument is out of range.
+    """
+    one = prob_below(rewards, threshold, confidence)
+    bad = is_bad(rewards, threshold).astype(float)
+    found = worst_of(-bad, k, confidence)
+    if k == 1:
+        return one
+    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
+    if one.value in (0.0, 1.0) or np.isinf(found.low):
+        return Estimate(-found.value, one.low, most, one.samples)
+    # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
+    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
+    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
+
+
 def _lowest_shares(size: int, k: int) -> np.ndarray:
     """Share of the subsets of k of `size` values in which each, in rising order, is the lowest."""
     ranks = np.arange(size - 1)

@@ -15,7 +15,6 @@ _EXPORTS = {
     "RewardJudge": "evaluator",
     "evaluate_gcg": "evaluator",
     "format_report": "results",
-    "merge_results": "results",
     "read_results": "results",
     "run_gcg": "engine",
     "summarize": "results",
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments  # noqa: F401
     from .engine import GCG, GCGError, GCGResult, run_gcg  # noqa: F401
     from .evaluator import RefusalJudge, RewardJudge, evaluate_gcg  # noqa: F401
-    from .results import format_report, merge_results, read_results, summarize  # noqa: F401
+    from .results import format_report, read_results, summarize  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:
