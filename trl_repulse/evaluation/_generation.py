@@ -39,10 +39,8 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
 def process_state(cpu: bool | None = None) -> PartialState:
-    """
-    The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for the
-    only one.
-    """
+    """The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for
+    the only one."""
     cpu = not torch.accelerator.is_available() if cpu is None else cpu
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -123,9 +121,7 @@ def transformers_engine(
     on_drawn: Callable[[int], object] = lambda count: None,
     guard: Guard | None = None,
 ) -> Engine:
-    """
-    Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed.
-    """
+    """Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed."""
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
         logger.warning_once(
@@ -238,10 +234,8 @@ def as_function(
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """
-    The loop of asynchronous rewards, in its own thread, as the caller's thread may have a running loop. There is one for all
-    batches, since a client is tied to its first loop.
-    """
+    """The loop of asynchronous rewards, in its own thread, as the caller's thread may have a running loop. There is
+    one for all batches, since a client is tied to its first loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="trl-repulse rewards", daemon=True).start()
     return loop

@@ -282,13 +282,11 @@ def run_attacks(
     Args:
         output_dir (`str` or `Path`): Folder to write to.
         model (`str`): Path or Hub id of the model.
-        behaviors ([`~datasets.Dataset`]):
-            Rows with a `"prompt"`, what is asked for.
+        behaviors ([`~datasets.Dataset`]): Rows with a `"prompt"`, what is asked for.
         attacks (`Sequence[Attack]`): Attacks.
         reward (`str` or `Callable`):
             Judge: the path or Hub id of a reward model, or a reward function; it scores the whole answer as one to the behaviour itself.
-        settings ([`SamplingSettings`], *optional*):
-            Settings; `num_samples` is N.
+        settings ([`SamplingSettings`], *optional*): Settings; `num_samples` is N.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with models.
 
     Returns:

@@ -34,14 +34,11 @@ class Scored:
     Completions with the judge's scores.
 
     Args:
-        prompts, completions (`list[str]`):
-            P·N texts, prompt by prompt.
-        scores (`numpy.ndarray` of shape `(P, N)`):
-            Finite scores, in units of reward.
+        prompts, completions (`list[str]`): P·N texts, prompt by prompt.
+        scores (`numpy.ndarray` of shape `(P, N)`): Finite scores, in units of reward.
         mixture ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`], *optional*):
             Where the completions are not the policy's own alone: the sample with their importance weights.
-        column (`str`, *optional*, defaults to `"reward"`):
-            Name of the scores.
+        column (`str`, *optional*, defaults to `"reward"`): Name of the scores.
     """
 
     prompts: list[str]
@@ -75,12 +72,10 @@ class Labels:
     The labels of a scored sample: of each stratum, how many were labelled and how many of these are truly bad.
 
     Args:
-        threshold, near_up_to (`float`):
-            Scores that end the first stratum (not included) and the second (included).
+        threshold, near_up_to (`float`): Scores that end the first stratum (not included) and the second (included).
         labelled, truly_bad (`tuple[int, ...]`):
             Counts of the three strata; a completion counts as often as it was drawn.
-        unlabelled (`int`, *optional*, defaults to `0`):
-            Rows of the file without a label.
+        unlabelled (`int`, *optional*, defaults to `0`): Rows of the file without a label.
     """
 
     threshold: float
@@ -159,14 +154,10 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
 
     Args:
-        scored ([`Scored`]):
-            Completions.
-        threshold (`float`):
-            η, in units of reward.
-        size (`int`):
-            Completions to draw, at least 4.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw.
+        scored ([`Scored`]): Completions.
+        threshold (`float`): η, in units of reward.
+        size (`int`): Completions to draw, at least 4.
+        seed (`int`, *optional*, defaults to `0`): Seed of the draw.
 
     Returns:
         `(float, list[numpy.ndarray])`: the highest score near the threshold, and of each stratum the flat indices of the
@@ -281,8 +272,7 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         path (`Path`):
             File that [`draw_labels`] wrote, with `1`, `bad`, `yes` or `true` for truly bad, `0`, `good`, `no` or `false` for the
             others, or nothing in its column `label`.
-        scored ([`Scored`]):
-            The completions that it was drawn from.
+        scored ([`Scored`]): The completions that it was drawn from.
 
     Returns:
         [`Labels`]

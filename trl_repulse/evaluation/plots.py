@@ -164,11 +164,9 @@ def _draw_beside(
 def plot_rewards(
     rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
 ) -> None:
-    """
-    Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
+    """Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
     thresholds η are marked, and the legend has each model's share of samples below them. Raises `ValueError` if no
-    model has a finite reward.
-    """
+    model has a finite reward."""
     known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
     known = {name: values for name, values in known.items() if values.size}
     if not known:
@@ -194,10 +192,8 @@ def plot_rewards(
 def plot_attack_success(
     curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
 ) -> None:
-    """
-    Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
-    attack, against the threshold below which a response is bad; `thresholds` are marked.
-    """
+    """Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
+    attack, against the threshold below which a response is bad; `thresholds` are marked."""
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     panel = figure.subplots()
     ends = [score for points in curve.values() for score, _ in points]

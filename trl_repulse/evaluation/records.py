@@ -204,10 +204,8 @@ def read_header(folder: Path, kind: str = "samples") -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SampleSet:
-    """
-    Held-out samples, N completions of each of P prompts, prompt by prompt: the folder, its header (models, prompts,
-    rewards and settings), and a table of P times N rows.
-    """
+    """Held-out samples, N completions of each of P prompts, prompt by prompt: the folder, its header (models, prompts,
+    rewards and settings), and a table of P times N rows."""
 
     folder: Path
     header: dict[str, Any]
@@ -240,10 +238,8 @@ class SampleSet:
         return f"Conditions: {', '.join(f'{name} {fact}' for name, fact in facts.items() if fact is not None)}."
 
     def column(self, name: str = "reward") -> np.ndarray:
-        """
-        A column of numbers, such as `"reward"`, `"return"`, `"kl"` or `"rewards/NAME"`, as float64 of shape (P, N).
-        Raises `ValueError` if there is none, it holds no numbers, or a value is missing or not finite.
-        """
+        """A column of numbers, such as `"reward"`, `"return"`, `"kl"` or `"rewards/NAME"`, as float64 of shape (P, N).
+        Raises `ValueError` if there is none, it holds no numbers, or a value is missing or not finite."""
         kinds = {field.name: field.type for field in self.table.schema}
         numeric = [key for key, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
         if name not in numeric:
@@ -288,10 +284,9 @@ def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> Sa
 
 
 def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
-    """
-    Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect. Raises `ValueError` if they
-    are not complete, or a file is missing or was changed. With `partial`, incomplete samples are read up to the last prompt that is done.
-    """
+    """Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of
+    Inspect. Raises `ValueError` if they are not complete, or a file is missing or was changed. With `partial`,
+    incomplete samples are read up to the last prompt that is done."""
     folder = Path(folder).expanduser()
     if folder.is_file() and folder.suffix == ".eval":
         try:

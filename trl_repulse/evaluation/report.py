@@ -52,10 +52,8 @@ class TailReport:
 
     @property
     def one_sided(self) -> list[str]:
-        """
-        For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
-        hardly a sample.
-        """
+        """For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
+        hardly a sample."""
         if self.seeds == 1:
             return []
         shares = [name for name, it in self.overall.items() if name.startswith("P(") and it.value in (0.0, 1.0)]
@@ -182,10 +180,8 @@ def estimates(
     confidence: float = 0.95,
     others: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Estimate]:
-    """
-    All quantities of a report, by name, from rewards (S, P, N) of S models, P prompts, N samples; `others` are further
-    arrays of that shape, whose means are estimated.
-    """
+    """All quantities of a report, by name, from rewards (S, P, N) of S models, P prompts, N samples; `others` are
+    further arrays of that shape, whose means are estimated."""
     seeds, prompts, samples = values.shape
     pooled = values.reshape(-1, samples)
 
@@ -231,10 +227,8 @@ def _short_text(number: float) -> str:
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:
-    """
-    Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different
-    models.
-    """
+    """Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of
+    different models."""
     if not samples:
         raise ValueError("There are no samples; name at least one folder.")
     models: dict[str, SampleSet] = {}

@@ -31,10 +31,8 @@ LARGEST = 1e290  # largest reward whose sums and products stay finite
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    An estimate, the ends of its interval (infinite where the samples give no bound), and the number of samples behind
-    it: those below the threshold, in the tail, or all.
-    """
+    """An estimate, the ends of its interval (infinite where the samples give no bound), and the number of samples
+    behind it: those below the threshold, in the tail, or all."""
 
     value: float
     low: float
@@ -91,10 +89,8 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
 
 
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
-    """
-    Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
-    Both ends are infinite if all samples of each prompt are equal.
-    """
+    """Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
+    Both ends are infinite if all samples of each prompt are equal."""
     rewards = _checked(rewards, confidence)
     return Estimate(float(rewards.mean()), *skewed_interval(rewards, confidence), rewards.size)
 
@@ -196,10 +192,8 @@ def _lowest_shares(size: int, k: int) -> np.ndarray:
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
-    """
-    q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate to
-    first order.
-    """
+    """q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate
+    to first order."""
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
     influence: np.ndarray = q - np.maximum(q - rewards, 0.0) / level
@@ -207,10 +201,8 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
 
 
 def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """
-    Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1, prompts count as
-    drawn too. Ends are infinite where all values of each prompt are equal.
-    """
+    """Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1,
+    prompts count as drawn too. Ends are infinite where all values of each prompt are equal."""
     if values.shape[1] == 1:
         values = values.T
     prompts, samples = values.shape
@@ -272,10 +264,8 @@ POOLING_LEVEL = 0.35  # of the F test for differences between seeds, or prompts
 def combined_interval(
     value: float, components: Sequence[tuple[float, float]], confidence: float = 0.95
 ) -> tuple[float, float]:
-    """
-    Student's interval for a value whose variance is a sum of estimated components, each with its variance (subtracted
-    if negative) and degrees of freedom. The ends are infinite if a component has none.
-    """
+    """Student's interval for a value whose variance is a sum of estimated components, each with its variance
+    (subtracted if negative) and degrees of freedom. The ends are infinite if a component has none."""
     if not components or any(freedom <= 0 for _, freedom in components):
         return -math.inf, math.inf
     # Scaled by a power of four, which is exact: squares could overflow or underflow

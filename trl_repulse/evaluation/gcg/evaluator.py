@@ -1,7 +1,5 @@
-"""
-Attacks every target of a table, samples and judges responses before and after, and writes the results to a folder.
-A judge is a function that gives responses scores, low where one is bad.
-"""
+"""Attacks every target of a table, samples and judges responses before and after, and writes the results to a folder.
+A judge is a function that gives responses scores, low where one is bad."""
 
 import asyncio
 import inspect

@@ -61,10 +61,8 @@ class Component:
     def log_prob(
         self, of_policy: torch.Tensor, of_model: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of `model`. `counts`
-        (B, T) says which tokens count.
-        """
+        """Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of
+        `model`. `counts` (B, T) says which tokens count."""
         end = completion.size(1) if self.tokens is None else self.tokens
         logits = self.logits(of_policy[:, :end], of_model[:, :end])
         if end < completion.size(1):
@@ -112,10 +110,8 @@ class _Changed(LogitsProcessor):
 
 @contextlib.contextmanager
 def drawn_by(policy: PreTrainedModel, component: Component, length: int, use_cache: bool) -> Iterator[PreTrainedModel]:
-    """
-    Context with the model whose `generate` draws as a component does, behind prompts of `length` tokens without padding.
-    `use_cache` says whether the component's model may use a cache.
-    """
+    """Context with the model whose `generate` draws as a component does, behind prompts of `length` tokens without
+    padding. `use_cache` says whether the component's model may use a cache."""
     model = component.model if component.draws_alone else policy
     if component.changes_nothing:
         yield model

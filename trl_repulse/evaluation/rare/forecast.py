@@ -31,10 +31,9 @@ class TooFewScoresError(ValueError):
 
 @dataclass(frozen=True)
 class Forecast:
-    """
-    The extrapolated largest score among `size` samples: its median, and an interval of nominal coverage `confidence`,
-    which does not allow for a wrong form of the tail. `extrapolation` is `size` over the number of samples of the fit.
-    """
+    """The extrapolated largest score among `size` samples: its median, and an interval of nominal coverage
+    `confidence`, which does not allow for a wrong form of the tail. `extrapolation` is `size` over the number of
+    samples of the fit."""
 
     size: int
     median: float
@@ -46,10 +45,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class BackTest:
-    """
-    Forecasts from each block of the samples (NaN if its largest scores are all equal), and the largest score outside
-    each block, mostly of the same sample.
-    """
+    """Forecasts from each block of the samples (NaN if its largest scores are all equal), and the largest score
+    outside each block, mostly of the same sample."""
 
     forecasts: tuple[Forecast, ...]
     observed: tuple[float, ...]
@@ -146,14 +143,10 @@ def back_test(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> BackTest:
-    """
-    Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare with
-    their largest score:
-    an extrapolation by a factor of one less. The other arguments are those of [`forecast_largest`], where the default
-    of
-    `num_exceedances` depends on the size of a block. Raises `ValueError` as it does for a block, except for equal
-    scores.
-    """
+    """Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare
+    with their largest score: an extrapolation by a factor of one less. The other arguments are those of
+    [`forecast_largest`], where the default of `num_exceedances` depends on the size of a block. Raises `ValueError` as
+    it does for a block, except for equal scores."""
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
     needed = num_blocks * (1 + max(2, 10 if num_exceedances is None else num_exceedances))

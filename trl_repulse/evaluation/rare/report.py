@@ -165,11 +165,9 @@ def estimate_prob_bad(
 
 
 def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
-    """
-    A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`; `eval_p_bad`
-    with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion as `kl`; and
-    the completions drawn in training as `samples`. `notes` are lines below the table.
-    """
+    """A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`;
+    `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion
+    as `kl`; and the completions drawn in training as `samples`. `notes` are lines below the table."""
     values = list(columns.values())
     rows = [
         ("", *columns),
