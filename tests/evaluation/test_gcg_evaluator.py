@@ -176,7 +176,11 @@ def test_ended_at_three_moments(model, tokenizer, output, tmp_path, monkeypatch)
         pass
 
     config = evaluation_config(save_responses=True)
-    for module, name, number in ((evaluator, "_evaluate", 2), (evaluator, "_score", 1), (records.os, "replace", 1)):
+    for module, name, number in (
+        (evaluator, "_evaluate", 2),
+        (evaluator, "read_rewards", 1),
+        (records.os, "replace", 1),
+    ):
         original, calls = getattr(module, name), []
 
         def ends(*arguments, original=original, calls=calls, number=number):

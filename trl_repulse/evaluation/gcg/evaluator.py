@@ -1,8 +1,6 @@
 """Attacks every target of a table, samples and judges responses before and after, and writes the results to a folder.
 A judge is a function that gives responses scores, low where one is bad."""
 
-import asyncio
-import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,11 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ...data._prompts import warn_of_template
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
+from ...engine.scoring import with_checks
 from ...models._loading import check_same_tokens, load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
 from ...rewards._texts import read_rewards
 from ...rewards.loading import load_reward
-from .._generation import Engine, as_function, event_loop, hashed_seed, process_state, transformers_engine
+from .._generation import Engine, as_function, evaluate_rewards, hashed_seed, process_state, transformers_engine
 from .._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
 from ..records import digest, open_folder, write_json
 from .config import GCGEvaluationConfig, GCGRunArguments
@@ -61,16 +60,12 @@ class RewardJudge:
     response the assistant's. With `as_messages=False` it gets plain text, as rewards do that are judges themselves."""
 
     def __init__(self, reward: Callable[..., list[float | None]], as_messages: bool = True):
-        self.reward, self._as_messages = reward, as_messages
         self.__name__ = str(getattr(reward, "__name__", type(reward).__name__))
+        self.reward, self._as_messages = with_checks(getattr(reward, "unchecked", reward), self.__name__), as_messages
 
     def __call__(self, goals: list[str], responses: list[str]) -> list[float | None]:
-        prompts: list[Any] = goals
-        completions: list[Any] = responses
-        if self._as_messages:
-            prompts = [[{"role": "user", "content": text}] for text in goals]
-            completions = [[{"role": "assistant", "content": text}] for text in responses]
-        return self.reward(prompts=prompts, completions=completions)
+        prompts = [[{"role": "user", "content": text}] for text in goals] if self._as_messages else goals
+        return evaluate_rewards({"": self.reward}, prompts, responses, None, {}, len(goals))[""]
 
 
 class RefusalJudge:
@@ -349,19 +344,12 @@ def _attack_and_judge(attack: GCG, judge: Judge, engine: Engine, row: TableRow) 
         read = [text if config.prompt_format == "raw" else None] * count
         responses += completion_texts(tokenizer, read, [ids] * count, rows, clean_up_tokenization_spaces=False)
     goal = row.goal + result.suffix if config.include_suffix else row.goal
-    scores = _score(judge, [row.goal] * count + [goal] * count, responses)
+    scores = read_rewards(judge([row.goal] * count + [goal] * count, responses), "The judge", 2 * count)
     found: dict[str, Any] = {"before": {"rewards": scores[:count]}, "after": {"rewards": scores[count:]}}
     if config.save_responses:
         found["before"]["responses"], found["after"]["responses"] = responses[:count], responses[count:]
     names = ("suffix", "suffix_ids", "round_trip", "loss", "initial_loss", "losses", "stop_reason", "exact_match")
     return found | {name: getattr(result, name) for name in names}
-
-
-def _score(judge: Judge, goals: list[str], responses: list[str]) -> list[float | None]:
-    given = judge(goals, responses)
-    if inspect.iscoroutine(given):
-        given = asyncio.run_coroutine_threadsafe(given, event_loop()).result()
-    return read_rewards(given, "The judge", len(responses))
 
 
 def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
