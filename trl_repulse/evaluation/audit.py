@@ -84,9 +84,6 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
         labels ([`Labels`]): The labels.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
-    Returns:
-        [`Audit`]
-
     Raises:
         `ValueError`: If `confidence` is not between 0 and 1.
     """
@@ -252,9 +249,6 @@ def known_errors(
         sensitivity, specificity (`tuple[int, int]`):
             Right answers and labels: among the truly bad completions, and among the others.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
-
-    Returns:
-        [`Audit`]
 
     Raises:
         `ValueError`: If counts are out of range, or the judge is no better than chance.

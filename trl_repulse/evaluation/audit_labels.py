@@ -274,9 +274,6 @@ def read_labels(path: Path, scored: Scored) -> Labels:
             others, or nothing in its column `label`.
         scored ([`Scored`]): The completions that it was drawn from.
 
-    Returns:
-        [`Labels`]
-
     Raises:
         `ValueError`: As [`read_rows`], or if labels contradict each other, or a row was changed or is of other samples.
     """

@@ -283,9 +283,6 @@ def run_gcg(
             A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
             candidates, and the model only the most promising ones. Faster, but not exact.
 
-    Returns:
-        [`GCGResult`]
-
     Raises:
         `ValueError`: If the target is empty, a model is not causal, there is no chat template, or the settings do not fit the
             tokenizer or a draft model.

@@ -136,9 +136,6 @@ def evaluate_gcg(
             Index and number of parts of the table. All parts can write to one folder.
         draft_model ([`~transformers.PreTrainedModel`], *optional*): As for [`run_gcg`].
 
-    Returns:
-        `Path`: `output`.
-
     Raises:
         `ValueError`: If table, settings, tokenizer or judge do not fit each other, or `output` holds something else. An
             attack that fails raises nothing: its file has the status `"error"`.

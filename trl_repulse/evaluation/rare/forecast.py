@@ -21,12 +21,8 @@ MAX_SHORTFALL = 0.15
 _DRAWS = 10_000  # draws of the scale
 
 
-class NoSlopeError(ValueError):
-    """The largest scores are all equal: there is nothing to extrapolate."""
-
-
-class TooFewScoresError(ValueError):
-    """There are not more scores than a fit uses."""
+class NoForecastError(ValueError):
+    """There are not more scores than a fit uses, or the largest are all equal."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,8 @@ def forecast_largest(
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
         seed (`int`, *optional*, defaults to `0`): Seed of the simulation behind them.
 
-    Returns:
-        `list` of [`Forecast`]: one a size.
-
     Raises:
-        `ValueError`: If scores are not finite, too few ([`TooFewScoresError`]) or all equal at the end ([`NoSlopeError`]), or
+        `ValueError`: If scores are not finite, too few or all equal at the end ([`NoForecastError`]), or
             another argument is out of range.
     """
     values = scores.detach().double().cpu().numpy()
@@ -105,7 +98,7 @@ def forecast_largest(
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
     if not 2 <= count < values.size:
-        raise TooFewScoresError(
+        raise NoForecastError(
             f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
         )
     if not sizes or not all(1 <= size < math.inf for size in sizes):
@@ -115,7 +108,7 @@ def forecast_largest(
     threshold = ordered[-count - 1]
     excesses = ordered[-count:] - threshold
     if excesses.mean() == 0:
-        raise NoSlopeError(
+        raise NoForecastError(
             f"The {count + 1} largest scores are all {threshold}: there is no slope to extrapolate. Scores may have reached "
             "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
         )
@@ -151,7 +144,7 @@ def back_test(
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
     needed = num_blocks * (1 + max(2, 10 if num_exceedances is None else num_exceedances))
     if scores.ndim == 1 and len(scores) < needed:
-        raise TooFewScoresError(
+        raise NoForecastError(
             f"{len(scores)} scores are too few for a back-test in {num_blocks} blocks, which needs {needed}; give more, or set "
             "`num_blocks` or `num_exceedances` lower."
         )
@@ -162,7 +155,7 @@ def back_test(
         others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
         try:
             forecasts += forecast_largest(block, [len(others)], num_exceedances, confidence, seed + index)
-        except NoSlopeError:
+        except NoForecastError:
             nan = math.nan
             forecasts.append(Forecast(len(others), nan, nan, nan, confidence, len(others) / len(block)))
         observed.append(float(others.max()))

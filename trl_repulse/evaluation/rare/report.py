@@ -12,7 +12,7 @@ from ..._numbers import plain
 from ..report import text_table
 from .components import Component
 from .estimates import RareEstimate, cvar, prob_bad
-from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
+from .forecast import NoForecastError, back_test, forecast_largest
 from .mixture import MixtureSample
 from .sampling import draw, find_temperature
 
@@ -121,7 +121,7 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
     try:
         forecasts = forecast_largest(scores, sizes, confidence=confidence)
         test = back_test(scores, confidence=confidence)
-    except (NoSlopeError, TooFewScoresError) as error:  # the estimates are still useful
+    except NoForecastError as error:  # the estimates are still useful
         return {"refused": str(error)}
     lowest = [
         {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
