@@ -27,6 +27,7 @@ from ..generation.transformers_generator import draw
 from ..models._adapters import in_mode
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
+from .records import digest, hash_file
 
 
 logger = logging.get_logger(__name__)
@@ -56,24 +57,19 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
     """
     SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first.
     """
-    digest = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def hash_folder(folder: Path) -> str:
-    """SHA-256 of a model's folder: names, sizes and bytes of configuration and weights."""
-    digest = hashlib.sha256()
-    for path in sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
+    """SHA-256 of a model's folder: names and bytes of configuration and weights."""
+    paths = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind))
+    return digest([[path.name, hash_file(path)] for path in paths])
 
 
 def check_dtype(name: str) -> None:

@@ -148,15 +148,7 @@ def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> 
 
 
 class OnBehavior:
-    """
-    A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning.
-
-    Args:
-        reward (`str` or `Callable`): Path or Hub id of a reward model, or a reward function.
-        chat_template_kwargs (`dict`, *optional*): Variables for the chat template of a reward model.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with a reward model.
-    """
+    """A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning."""
 
     def __init__(
         self, reward: Reward, chat_template_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False

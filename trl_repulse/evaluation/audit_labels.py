@@ -153,18 +153,8 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     Of equal weights, completions are drawn without replacement; of importance weights, with replacement and with probability
     proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
 
-    Args:
-        scored ([`Scored`]): Completions.
-        threshold (`float`): η, in units of reward.
-        size (`int`): Completions to draw, at least 4.
-        seed (`int`, *optional*, defaults to `0`): Seed of the draw.
-
-    Returns:
-        `(float, list[numpy.ndarray])`: the highest score near the threshold, and of each stratum the flat indices of the
-        completions drawn, with repetitions.
-
-    Raises:
-        `ValueError`: If the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
+    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn, with
+    repetitions. Raises as [`draw_labels`].
     """
     if not math.isfinite(threshold):
         raise ValueError(f"`threshold={threshold}` must be a finite number; give a reward.")
@@ -202,10 +192,11 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     Writes a CSV file of completions to label, in random order, without scores or strata, which would sway the labels.
 
     Equal completions share a row; `times` says how often it was drawn. Texts that a spreadsheet would take for a formula get
-    an apostrophe in front. Arguments are those of [`choose`]. Returns the number drawn of each stratum.
+    an apostrophe in front. `threshold` is η, in units of reward, and `size` the completions to draw, at least 4. Returns the
+    number drawn of each stratum ([`choose`]).
 
     Raises:
-        `ValueError`: As [`choose`], or if the file exists.
+        `ValueError`: If the file exists, the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
     """
     if path.exists():
         raise ValueError(f"`{path}` exists, and may hold labels; name another file, or leave out `--draw` to read it.")

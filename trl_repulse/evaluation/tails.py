@@ -119,21 +119,10 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
 
 def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
     """
-    Mean over prompts of the expected lowest reward of k completions, without bias.
+    Mean over prompts of the expected lowest reward of k completions, from 1 to N, without bias. `samples` are all.
 
     Each prompt's estimate is the mean minimum over all subsets of k of its N completions (a U-statistic); the interval is that
     of [`mean`] for its jackknife pseudo-values. With fewer than 2·k completions of a prompt there is none.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`): Rewards.
-        k (`int`): Number of completions, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a reward; `samples` are all.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
     """
     ordered = np.sort(_checked(rewards, confidence), axis=1)
     size = ordered.shape[1]
@@ -153,23 +142,12 @@ def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
 
 def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
     """
-    ASR@k: the share of behaviours for which at least one of k attempts succeeds, without bias from all N attempts.
+    ASR@k: the share of behaviours for which at least one of k attempts, from 1 to N, has a score under `threshold`, without bias from
+    all N attempts. `samples` are the successes.
 
     The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
     interval is that of [`worst_of`], widened below by the exact interval of one attempt; with no success, only
     successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
-        threshold (`float`): Score under which an attempt succeeded.
-        k (`int`): Number of attempts, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a share; `samples` are the successes.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
     """
     one = prob_below(rewards, threshold, confidence)
     bad = is_bad(rewards, threshold).astype(float)
