@@ -15,6 +15,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configs._checks import check_choices, require_at_least
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_tokens
@@ -68,8 +69,8 @@ class ModelReward(ABC):
         self._module: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rendering: dict[str, str] = {}  # what a chat template with a date writes
-        if self.batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
+        check_choices(self)
+        require_at_least(self, 1, "batch_size")
         _check_dtype(self.dtype)
         _check_device(self.device)
         self._load()
