@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ...configs._checks import require, require_at_least
 from ...generation._cache import generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
 
@@ -40,12 +41,9 @@ class Component:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"`temperature={self.temperature}` must be above 0, and finite.")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"`share={self.share}` must be above 0, and at most 1.")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"`tokens={self.tokens}` must be at least 1; leave it out to change all tokens.")
+        require(self, 0 < self.temperature < math.inf, "temperature", "must be above 0, and finite")
+        require(self, 0 < self.share <= 1, "share", "must be above 0, and at most 1")
+        require_at_least(self, 1, "tokens")
 
     def logits(self, of_policy: torch.Tensor, of_model: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of the tokens that are changed."""
