@@ -1,7 +1,8 @@
 """Attacks by greedy coordinate gradient (GCG), and how often they succeed. Names are imported when first used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..._lazy import lazy_names
 
 
 _EXPORTS = {
@@ -28,12 +29,4 @@ if TYPE_CHECKING:
     from .evaluator import RefusalJudge, RewardJudge, evaluate_gcg  # noqa: F401
     from .results import format_report, read_results, summarize  # noqa: F401
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)
