@@ -156,8 +156,8 @@ def evaluate_gcg(
         if begun and pending and known_by_name_alone(identity):
             warn_of_name(folder, name)
     state.wait_for_everyone()  # before one of them writes
-    own = pending[state.process_index :: state.num_processes]
-    for row in tqdm(own, desc="attacks", disable=not state.is_local_main_process):
+    share = pending[state.process_index :: state.num_processes]
+    for row in tqdm(share, desc="attacks", disable=not state.is_local_main_process):
         write_json(target_path(folder, row.number), _evaluate(attack, judge, engine, row))
     state.wait_for_everyone()
     return folder
@@ -267,15 +267,15 @@ def _prompt_ids(
     warns if it writes the date."""
     if config.prompt_format == "chat":
         warn_of_template(tokenizer, [{"role": "user", "content": "x"}], config.chat_template_kwargs)
-    found = []
+    prompt_ids = []
     for row in table:
         if row.fault is None:
             try:
                 prompt = _build_prompt(tokenizer, row, config)
             except ValueError as error:
                 raise ValueError(f"Row {row.number} of the table: {error}") from error
-            found.append(prompt.splice(prompt.suffix_ids))
-    return found
+            prompt_ids.append(prompt.splice(prompt.suffix_ids))
+    return prompt_ids
 
 
 def _build_prompt(tokenizer: PreTrainedTokenizerBase, row: TableRow, config: GCGEvaluationConfig) -> AttackPrompt:
@@ -342,11 +342,11 @@ def _attack_and_judge(attack: GCG, judge: Judge, engine: Engine, row: TableRow) 
         responses += completion_texts(tokenizer, read, [ids] * count, rows, clean_up_tokenization_spaces=False)
     goal = row.goal + result.suffix if config.include_suffix else row.goal
     scores = read_rewards(judge([row.goal] * count + [goal] * count, responses), "The judge", 2 * count)
-    found: dict[str, Any] = {"before": {"rewards": scores[:count]}, "after": {"rewards": scores[count:]}}
+    phases: dict[str, Any] = {"before": {"rewards": scores[:count]}, "after": {"rewards": scores[count:]}}
     if config.save_responses:
-        found["before"]["responses"], found["after"]["responses"] = responses[:count], responses[count:]
+        phases["before"]["responses"], phases["after"]["responses"] = responses[:count], responses[count:]
     names = ("suffix", "suffix_ids", "round_trip", "loss", "initial_loss", "losses", "stop_reason", "exact_match")
-    return found | {name: getattr(result, name) for name in names}
+    return phases | {name: getattr(result, name) for name in names}
 
 
 def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
