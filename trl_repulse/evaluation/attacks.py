@@ -24,7 +24,7 @@ from ._generation import as_function, check_template_kwargs, evaluate_rewards, p
 from .gcg.evaluator import LABELS, RefusalJudge
 from .gcg.results import all_scores, read_results
 from .records import SampleSet, write_atomically
-from .report import text_table
+from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
 from .tails import success_at
 
@@ -354,9 +354,7 @@ def format_attacks(report: dict[str, Any]) -> str:
 
 
 def _cell(rate: dict[str, float]) -> str:
-    finite = np.isfinite([rate["low"], rate["high"]]).all()
-    ends = f"{percent(rate['low'])} to {percent(rate['high'])}" if finite else "no interval"
-    return f"{percent(rate['value'])} ({ends})"
+    return f"{percent(rate['value'])} ({interval_text(rate['low'], rate['high'], percent)})"
 
 
 def export_attempts(

@@ -1,7 +1,7 @@
 """The tail report: the lower tail of a reward from held-out samples, as figures and as a table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -96,18 +96,18 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 
 def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
-    for name, estimate in estimates.items():
+    for name, it in estimates.items():
         rows.append(
-            f"| {with_unit(name)} | {plain(estimate.value)} | {_interval(estimate)} | {estimate.samples:,.10g} samples |"
+            f"| {with_unit(name)} | {plain(it.value)} | {interval_text(it.low, it.high)} | {it.samples:,.10g} samples |"
         )
     return rows
 
 
-def _interval(estimate: Estimate) -> str:
-    low, high = estimate.low, estimate.high
+def interval_text(low: float, high: float, show: Callable[[float], str] = plain) -> str:
+    """An interval as reports print it; its ends may be infinite."""
     if math.isinf(low):
-        return "no interval" if math.isinf(high) else f"at most {plain(high)}"
-    return f"at least {plain(low)}" if math.isinf(high) else f"{plain(low)} to {plain(high)}"
+        return "no interval" if math.isinf(high) else f"at most {show(high)}"
+    return f"at least {show(low)}" if math.isinf(high) else f"{show(low)} to {show(high)}"
 
 
 def tail_report(

@@ -8,7 +8,6 @@ Axis letters: M targets, N samples of a target.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 from ..._numbers import is_bad, percent, plain
 from ..comparison import paired_interval
 from ..records import read_header
-from ..report import text_table
+from ..report import interval_text, text_table
 from ..tails import Estimate, cvar, prob_below, success_at
 
 
@@ -148,8 +147,5 @@ def format_report(summary: dict[str, Any]) -> str:
 
 def _show(estimate: dict[str, float], share: bool = True) -> str:
     show, unit = (percent, " %") if share else (plain, "")
-    value, low, high = (estimate[name] for name in ("value", "low", "high"))
-    ends = f"{show(low, 3)} to {show(high, 3)}"
-    if math.isinf(low):
-        ends = "no interval" if math.isinf(high) else f"at most {show(high, 3)}"
-    return f"{show(value, 3)}{unit} ({ends})"
+    value, *ends = (estimate[name] for name in ("value", "low", "high"))
+    return f"{show(value, 3)}{unit} ({interval_text(*ends, lambda end: show(end, 3))})"
