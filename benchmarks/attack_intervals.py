@@ -1,5 +1,5 @@
 """
-Coverage of the 95 % intervals of ASR@k ([`trl_repulse.evaluation.attacks.success_at`]), where success is spread over prompts and where
+Coverage of the 95 % intervals of ASR@k ([`trl_repulse.evaluation.tails.success_at`]), where success is spread over prompts and where
 a few prompts carry it.
 
     python -m benchmarks.attack_intervals      # two minutes on one CPU core
@@ -7,7 +7,7 @@ a few prompts carry it.
 
 import numpy as np
 
-from trl_repulse.evaluation.attacks import success_at
+from trl_repulse.evaluation.tails import success_at
 
 
 RUNS, SEED = 500, 0

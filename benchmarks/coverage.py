@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.two_tokens import grammar
 from trl_repulse.evaluation import tails
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import MIN_PROMPTS, MIN_SEEDS, estimates
 from trl_repulse.evaluation.tails import Estimate, crossed_interval
 

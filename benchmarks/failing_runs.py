@@ -20,7 +20,7 @@ from PIL import Image
 
 from examples.worlds import two_tokens
 from trl_repulse.engine.diagnosis import load_log
-from trl_repulse.evaluation.plots import plot_training
+from trl_repulse.evaluation.plots import INK, MODELS, draw_panels, logged_panels
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +159,19 @@ def run(folder: Path, name: str) -> list[dict]:
 def draw(name: str, log: list[dict], sound: list[dict]) -> None:
     """The figure of a run, in few colours, so that it is small."""
     path = ROOT / "docs" / "assets" / f"failing_{name}.png"
-    plot_training([], path, logs=log, metrics=PANELS[name], beside=sound, beside_label="sound run")
+    panels = logged_panels(log, PANELS[name])
+    figure, places = draw_panels(panels)
+    thin = {title: series for title, *_, series in logged_panels(sound, PANELS[name])}
+    for place, (title, *_) in zip(places, panels, strict=True):
+        for model, points in thin.get(title, {}).items():
+            label, colour, style = MODELS[model]
+            line = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.7, "zorder": 1}
+            place.plot(*zip(*points, strict=True), label=f"{label}, sound run", **line)
+    drawn = [place.get_legend_handles_labels() for place in places]
+    named = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
+    style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "ncols": len(named)}
+    figure.legend(named.values(), named, loc="outside lower center", **style)
+    figure.savefig(path, dpi=160, facecolor="white")
     Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 

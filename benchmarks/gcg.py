@@ -7,9 +7,8 @@
 A small Llama (4 layers of width 256, 4,096 tokens), one thread. `steps` lets three programs take turns with the same seeds:
 nanogcg as it runs on today's transformers, without its prefix cache, which raises there; nanogcg with its cache repaired from
 outside; and `run_gcg`. All three must find the same strings. `loss` runs the published algorithm to its end for each pair of a
-goal and a seed, with `run_gcg`, plain and with `screen_dtype="bfloat16"`, and measures how long a screened search that merges
-swaps as well takes to its lowest loss, in four times as many steps at most. nanogcg's time is the number of steps times what
-it takes for a step there and then. Seconds are the processor's, which are those of the clock on a machine that does nothing else.
+goal and a seed, with `run_gcg`, plain and with `screen_dtype="bfloat16"`. nanogcg's time is the number of steps times what it
+takes for a step there and then. Seconds are the processor's, which are those of the clock on a machine that does nothing else.
 """
 
 import argparse
@@ -197,24 +196,14 @@ def compare_losses(model, tokenizer, options) -> None:
             screened, screened_losses, screened_seconds = run_ours(
                 *arguments, options.steps, width, screen_dtype="bfloat16"
             )
-            best = min(losses)
-            _, found, fast = run_ours(
-                *arguments[:-1],
-                *(seed + 1000, 4 * options.steps, options.fast_width),
-                stop_loss=best,
-                merge_swaps=options.merge_swaps,
-                screen_dtype="bfloat16",
-            )
             line = {
                 "goal": goal,
                 "seed": seed,
                 "same": all(strings[: len(run[0])] == run[0] for run in a_step.values()),
                 "same_screened": screened == strings,
-                "loss": best,
+                "loss": min(losses),
                 "screened_loss": min(screened_losses),
-                "reached": min(found) <= best,
-                "steps": len(found),
-                "seconds": {"fast": fast, "run_gcg": seconds, "screened": screened_seconds}
+                "seconds": {"run_gcg": seconds, "screened": screened_seconds}
                 | {name: run[2] * options.steps for name, run in a_step.items()},
             }
             with output.open("a", encoding="utf-8") as file:
@@ -229,16 +218,14 @@ def report_losses(lines: list[dict], options) -> None:
         f"{sum(line['same'] for line in lines)}, screened as not screened in all steps: "
         f"{sum(line['same_screened'] for line in lines)}"
     )
-    merged = f"screened, merge_swaps {options.merge_swaps}, width {options.fast_width}"
-    for label, fast, reached in (
-        ("run_gcg", "run_gcg", [True for _ in lines]),
-        ("screened", "screened", [line["screened_loss"] <= line["loss"] for line in lines]),
-        (merged, "fast", [line["reached"] for line in lines]),
+    for label, reached in (
+        ("run_gcg", [True for _ in lines]),
+        ("screened", [line["screened_loss"] <= line["loss"] for line in lines]),
     ):
         print(f"{label}: the published algorithm's loss reached in {sum(reached)} of {len(lines)}")
         for name in ("run_gcg", "nanogcg, cache repaired", "nanogcg"):
             # Infinite where it was not reached, so that the median counts these pairs too
-            times = [line["seconds"][fast] if r else math.inf for line, r in zip(lines, reached, strict=True)]
+            times = [line["seconds"][label] if r else math.inf for line, r in zip(lines, reached, strict=True)]
             ratios = sorted(line["seconds"][name] / time for line, time in zip(lines, times, strict=True))
             quarter = len(ratios) // 4
             print(
@@ -255,8 +242,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="runs of each program, for `steps`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="seeds of each goal, for `loss`")
     parser.add_argument("--timed-steps", type=int, default=2, help="steps of nanogcg timed for each pair, for `loss`")
-    parser.add_argument("--fast-width", type=int, default=128, help="candidates of the merging search's steps")
-    parser.add_argument("--merge-swaps", type=int, default=8)
     parser.add_argument("--training-steps", type=int, default=300, help="of the model, before it is attacked")
     parser.add_argument("--output", type=Path, default=Path("gcg_loss.jsonl"), help="finished pairs, for `loss`")
     options = parser.parse_args()

@@ -33,7 +33,7 @@ from benchmarks.rare_world import (
     true_prob_bad,
 )
 from examples.worlds import two_tokens
-from trl_repulse.evaluation.rare.bounds import LogZBounds, enumeration_sample, log_z_bounds
+from examples.worlds.log_z_bounds import LogZBounds, enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
 from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse import RePULSeConfig, RePULSeTrainer
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 
 

@@ -14,10 +14,10 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from worlds import two_tokens
+from worlds.exact import ExactEvaluator
 
 from trl_repulse.cli.main import Parser
 from trl_repulse.cli.scripts import main_or_exit
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 

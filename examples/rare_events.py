@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from worlds import two_tokens
+from worlds.exact import ExactEvaluator
+from worlds.log_z_bounds import enumeration_sample, log_z_bounds
 
 from trl_repulse.cli.main import Parser
 from trl_repulse.cli.scripts import main_or_exit
-from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature

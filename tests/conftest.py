@@ -283,7 +283,7 @@ def update(tmp_path, tokenizer):
 @pytest.fixture
 def evaluator(tokenizer, prompts, reward):
     """Exact evaluation of the tiny models; a completion is bad if it has the token `BAD`."""
-    from trl_repulse.evaluation.exact import ExactEvaluator
+    from examples.worlds.exact import ExactEvaluator
 
     return ExactEvaluator(tokenizer, prompts["prompt"], lambda texts: torch.tensor(reward(texts)), [BAD], 2)
 

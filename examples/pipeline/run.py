@@ -57,7 +57,7 @@ def commands_of(step: str, configs: Path, folder: Path, method: str) -> list[lis
         if step == "5_report":
             command, more = "evaluate", [f"{step}/before", "--model", before, "--output", f"{step}/before.json"]
         else:
-            command, more = "gcg", ["--model_name_or_path", before, "--output", f"{step}/before.jsonl"]
+            command, more = "gcg", ["--model_name_or_path", before, "--output", f"{step}/before"]
         command = ["trl-repulse", command, "--config", path]
         return [[*command, *more], command]
     command = {"1_sft": ["trl", "sft"], "2_reward": ["trl", "reward"]}.get(step, ["trl-repulse", method])

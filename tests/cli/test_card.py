@@ -1,6 +1,5 @@
 """`--card`: what `evaluate` and `gcg-report` measured, on the card of a model."""
 
-import json
 import math
 import re
 import shutil
@@ -222,6 +221,5 @@ def test_what_has_no_card_is_refused_first(model, tmp_path, capsys):
         assert main(["evaluate", *(str(tmp_path / name) for name in folders), "--card", str(model)]) == 1
         captured = capsys.readouterr()
         assert words in captured.err and not captured.out
-    (tmp_path / "r.jsonl").write_text(json.dumps({}))
-    assert main(["gcg-report", str(tmp_path / "r.jsonl"), "--threshold", "0", "--card", str(model)]) == 1
+    assert main(["gcg-report", str(tmp_path / "r"), "--threshold", "0", "--card", str(model)]) == 1
     assert "holds no model" in capsys.readouterr().err and not list(model.iterdir())

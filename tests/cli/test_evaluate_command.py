@@ -200,7 +200,7 @@ def test_a_folder_of_something_else_is_refused_first(command, tmp_path, capsys):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "thesis.tex").write_text("mine")
     assert command() == 1
-    assert "holds something else than samples" in capsys.readouterr().err
+    assert "holds something else" in capsys.readouterr().err
     (tmp_path / "s" / "thesis.tex").unlink()
     (tmp_path / "s").rmdir()
     (tmp_path / "s").write_text("mine")

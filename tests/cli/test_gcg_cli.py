@@ -67,12 +67,12 @@ def parse(*arguments):
 
 def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     config = ["--config", folder / "config.yaml"]
+    results = tmp_path / "results"
     for i in (1, 2):
-        assert run("gcg", *config, "--output", tmp_path / f"{i}.jsonl", "--shard", f"{i}/2") == 0
+        assert run("gcg", *config, "--output", results, "--shard", f"{i}/2") == 0
     assert "attack success" in capsys.readouterr().out
-    parts = [tmp_path / "1.jsonl", tmp_path / "2.jsonl"]
-    header, records = read_results(*parts)
-    assert [record["row"] for record in records] == [1, 2, 3, 4] and header["identity"]["judge"] == "said_no"
+    header, records = read_results(results)
+    assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["said_no"]
 
     report = [
         "--threshold",
@@ -87,7 +87,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         tmp_path / "f.png",
     ]
     report += ["--card", folder / "model"]
-    assert run("gcg-report", *parts, *report) == 0
+    assert run("gcg-report", results, *report) == 0
     printed = capsys.readouterr().out
     card = ModelCard.load(folder / "model" / "README.md")
     assert printed in card.text
@@ -98,7 +98,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     other = build_trigger_model(build_trigger_tokenizer())
     next(other.parameters()).data += 1
     other.save_pretrained(tmp_path / "model")
-    assert run("gcg-report", *parts, "--threshold", "-4", "--card", tmp_path / "model") == 1
+    assert run("gcg-report", results, "--threshold", "-4", "--card", tmp_path / "model") == 1
     assert "holds other weights" in capsys.readouterr().err
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
@@ -111,51 +111,49 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     with open(writer, "w", buffering=1) as nobody, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", nobody)
         patch.setattr(sys, "__stdout__", nobody)
-        assert run("gcg-report", *parts, *report) == 0
+        assert run("gcg-report", results, *report) == 0
     assert (tmp_path / "r.json").read_bytes() == written
 
     export = ["--threshold", "-4", "--export", tmp_path / "e.json"]
-    assert run("gcg-report", *parts, *export) == 1
+    assert run("gcg-report", results, *export) == 1
     assert "the results have none; attack with `--save_responses`" in capsys.readouterr().err
-    for part in parts:  # as if they had been saved
-        header, *records = map(json.loads, part.read_text().splitlines())
-        for record in records:
-            record["after"]["responses"] = [f"row {record['row']}"] * len(record["after"]["rewards"])
-        part.write_text("".join(json.dumps(each) + "\n" for each in [header, *records]))
-    assert run("gcg-report", *parts, *export) == 0
+    for path, record in zip(sorted(results.glob("target-*.json")), records, strict=True):  # as if they had been saved
+        record["after"]["responses"] = [f"row {record['row']}"] * len(record["after"]["rewards"])
+        path.write_text(json.dumps(record))
+    assert run("gcg-report", results, *export) == 0
     record = records[0]
     found = json.loads((tmp_path / "e.json").read_text())["GCG"]["jailbreaks"][record["row"] - 1]
     assert (found["index"], found["goal"], found["jailbroken"]) == (49 + record["row"], record["goal"], True)
     assert (found["prompt"], found["response"]) == (record["goal"] + record["suffix"], f"row {record['row']}")
-    assert run("gcg-report", *parts, *export, "--layout", "harmbench") == 0
+    assert run("gcg-report", results, *export, "--layout", "harmbench") == 0
     cases = json.loads((tmp_path / "e.json").read_text())["GCG"]
     assert [len(row) for row in cases.values()] == [5] * 4 and cases["b0"][0]["label"] == 1
 
-    assert run("gcg-report", tmp_path / "none.jsonl", "--threshold", "0") == 1
-    assert "There is no file" in capsys.readouterr().err
-    assert run("gcg-report", *parts, "--threshold", "0", "--k", "6") == 0
-    assert "of 0 targets" in capsys.readouterr().out  # with five samples, nothing is known of six
+    assert run("gcg-report", tmp_path / "none", "--threshold", "0") == 1
+    assert "none` holds no attacks" in capsys.readouterr().err
+    assert run("gcg-report", results, "--threshold", "0", "--k", "6") == 1
+    assert "`k=6` must be from 1 to 5" in capsys.readouterr().err
 
 
 def test_screening_by_command(folder, tmp_path, capsys):
     arguments = ["gcg", "--config", folder / "config.yaml", "--max_targets", "2", "--output"]
-    assert run(*arguments, tmp_path / "a.jsonl") == 0
-    assert run(*arguments, tmp_path / "b.jsonl", "--screen_dtype", "bfloat16") == 0
-    suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a.jsonl", "b.jsonl")]
+    assert run(*arguments, tmp_path / "a") == 0
+    assert run(*arguments, tmp_path / "b", "--screen_dtype", "bfloat16") == 0
+    suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a", "b")]
     assert suffixes[0] == suffixes[1]
-    assert read_results(tmp_path / "b.jsonl")[0]["identity"]["config"]["screen_dtype"] == "bfloat16"
-    assert run(*arguments, tmp_path / "c.jsonl", "--screen_dtype", "int8") == 1
+    assert read_results(tmp_path / "b")[0]["settings"]["screen_dtype"] == "bfloat16"
+    assert run(*arguments, tmp_path / "c", "--screen_dtype", "int8") == 1
     assert "invalid choice: 'int8'" in capsys.readouterr().err
 
 
 def test_the_example_does_the_same(folder, tmp_path, capsys, example):
     arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
-    assert run("gcg", *arguments, tmp_path / "a.jsonl") == 0
+    assert run("gcg", *arguments, tmp_path / "a") == 0
     by_command = capsys.readouterr().out
-    example.main([*arguments, str(tmp_path / "b.jsonl")])
+    example.main([*arguments, str(tmp_path / "b")])
     assert capsys.readouterr().out == by_command
-    for a, b in zip(*(read_results(tmp_path / name)[1] for name in ("a.jsonl", "b.jsonl")), strict=True):
-        assert a | {"seconds": 0} == b | {"seconds": 0}
+    for a, b in zip(*(read_results(tmp_path / name)[1] for name in ("a", "b")), strict=True):
+        assert a == b
 
 
 def test_flags_win_over_the_file(folder):
@@ -200,7 +198,7 @@ def test_what_is_refused(capsys, arguments, message):
 
 
 def test_judges_that_are_refused(folder, capsys, tmp_path):
-    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x.jsonl", "--reward_type"]
+    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x", "--reward_type"]
     for judge, message in (
         (["refusal", "--reward_kwargs", '{"prefix": "a"}'], "`refusal` takes `phrases` and `match`"),
         (["pairs"], "`reward_type='pairs'` is not one of"),
@@ -218,7 +216,7 @@ def test_a_path_alone_is_a_classifier_as_in_training():
     _, expected = as_function(path, None, torch.device("cpu"))
     completions = [" is", " was"]
     assert judge(texts, completions) == expected(prompts=texts, completions=completions)
-    assert identify_reward(judge.reward.unchecked)["weights"] and judge.__name__ == Path(path).name
+    assert identify_reward(judge.reward.unchecked)["code"] and judge.__name__ == Path(path).name
     assert isinstance(load_judge(GCGRunArguments("model", "table.csv"), GCGEvaluationConfig()), RefusalJudge)
     with pytest.raises(ValueError, match="has no effect with `reward_type='refusal'`"):
         load_judge(replace(run, reward_type="refusal"), GCGEvaluationConfig())
@@ -236,7 +234,7 @@ def test_a_function_reads_what_it_reads_in_training(tmp_path):
 
 def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
     (tmp_path / "r.py").write_text("def broken(prompts, completions):\n    return {}['x']\n")
-    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x.jsonl", "--num_steps", 1]
+    arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x", "--num_steps", 1]
     assert run("gcg", *arguments, "--reward_type", f"{tmp_path / 'r.py'}:broken") == 1
     error = capsys.readouterr().err
     assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
@@ -323,9 +321,9 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     example.main(["--config", str(PUBLISHED), *stand_ins, *quick])
     printed = capsys.readouterr().out
     assert "Bad is a score below -4.0" in printed and "of 4 targets (0 skipped, 0 error" in printed
-    header, records = read_results(tmp_path / "out" / "gcg-1.jsonl")
+    header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
-    assert header["identity"]["config"]["include_suffix"] is False
+    assert header["settings"]["include_suffix"] is False
 
 
 def test_a_mistaken_user_of_the_example(example, tmp_path):

@@ -11,13 +11,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS, train
 from trl_repulse import embedded
 from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.cli import arguments
 from trl_repulse.cli.scripts import load_data, main_or_exit
 from trl_repulse.engine.reward_functions import with_checks
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.rewards import ToxicityReward
 from trl_repulse.rewards.transformed import TransformedReward
 

@@ -7,12 +7,12 @@ from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl.trainer import grpo_trainer
 
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
 from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.evaluation.callback import TailReportCallback
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg.config import GCGConfig
 from trl_repulse.evaluation.gcg.evaluator import evaluate_gcg
 from trl_repulse.evaluation.gcg.prompt import build_prompt
@@ -312,7 +312,7 @@ class TestEvaluation:
         with pytest.raises(
             ValueError, match="Row 1 of the table: .* the roles user, is refused by the chat template .*No users"
         ):
-            evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out.jsonl")
+            evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out")
 
 
 class TestCommands:

@@ -177,7 +177,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
         (f'{{"prompt": {DEEP}}}', "Line 2 of .* is nested too deeply"),
         (
             '{"prompt": "bad one", "prompt": "fish", "completion": "c"}',
-            "Line 2 of .* has an object with the key 'prompt' twice .'bad one' and 'fish'.; keep one",
+            "Line 2 of .* has the key 'prompt' twice, with 'bad one' and 'fish': keep one",
         ),
         (
             '{"prompt": [{"role": "user", "content": "a", "content": "b"}], "completion": "c"}',
@@ -199,7 +199,7 @@ def test_json_that_would_be_misread(tmp_path, read, row, message):
 def test_a_list_of_json(tmp_path):
     path = tmp_path / "rows.json"
     path.write_text('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]')
-    with pytest.raises(ValueError, match="rows.json` has an object with the key 'prompt' twice .'b' and 'c'."):
+    with pytest.raises(ValueError, match="rows.json` .* has the key 'prompt' twice, with 'b' and 'c': keep one"):
         load_prompts(path)
 
 
@@ -228,12 +228,12 @@ def test_prompts_that_are_nested(tmp_path, depth):
 
 @pytest.mark.parametrize(
     ("name", "read"),
-    [("header.json", lambda path: load_samples(path.parent)), ("attacks.jsonl", read_results)],
+    [("header.json", load_samples), ("header.json", read_results)],
 )
 def test_results_that_are_nested_too_deeply(tmp_path, name, read):
     (tmp_path / name).write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match="cannot be read|is no file of attack results"):
-        read(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read(tmp_path)
 
 
 def test_lines_end_in_any_way(tmp_path):

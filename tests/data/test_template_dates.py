@@ -146,14 +146,12 @@ def test_attacks(today, tmp_path):
 
     def attack(count, **settings):
         config = evaluation_config(num_steps=1, num_samples=1, **settings)
-        return evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "gcg.jsonl", (1, count))
+        return evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "gcg", (1, count))
 
     today(1)
     attack(2)  # the first of two rows
     today(2)
-    refused = (
-        rf"gcg.jsonl` holds results of other prompts: a prompt reads ' my open door', not ' old open door'; {REMEDY}"
-    )
+    refused = rf"gcg` was begun with another `prompts.token_ids_sha256`; go on with the old settings \({REMEDY}"
     with pytest.raises(ValueError, match=refused):
         attack(1)
     with pytest.raises(ValueError, match=refused):
@@ -161,7 +159,7 @@ def test_attacks(today, tmp_path):
     attack(1, chat_template_kwargs=FIRST_DAY)
     tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d')", "'01'")
     attack(1)
-    assert len((tmp_path / "gcg.jsonl").read_text().splitlines()) == 3
+    assert len(list((tmp_path / "gcg").glob("target-*.json"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from transformers import (
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation.gcg import run_gcg
-from trl_repulse.evaluation.gcg.evaluator import sample_responses
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
@@ -200,11 +199,9 @@ def test_gcg_is_that_of_the_cpu():
     found = []
     for device in ("cpu", DEVICE):
         model.to(device)
-        result = run_gcg(model, tokenizer, goal_text(GOALS[0]), TARGET, evaluation_config())
-        ids = tokenizer(goal_text(GOALS[0]))["input_ids"]
-        found.append((result, sample_responses(model, tokenizer, ids, 20, 6, seed=0)))
-    (here, said), (there, said_there) = found
-    assert here.suffixes == there.suffixes and said == said_there
+        found.append(run_gcg(model, tokenizer, goal_text(GOALS[0]), TARGET, evaluation_config()))
+    here, there = found
+    assert here.suffixes == there.suffixes
     assert here.losses == pytest.approx(there.losses, abs=1e-4)
 
 

@@ -27,8 +27,7 @@ from trl_repulse.evaluation.attacks import (
     run_attacks,
     success_at,
 )
-from trl_repulse.evaluation.gcg.results import SCHEMA
-from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.records import load_samples, open_folder
 from trl_repulse.evaluation.sampling import SamplingSettings
 
 from ..conftest import build_model, build_tokenizer
@@ -251,7 +250,7 @@ def test_the_command(tmp_path, capsys):
     for more, message in (
         (["--k", "0", "4"], "`--k 0` must be from 1 to `--num_samples 4`"),
         (["--threshold", "nan"], "`--threshold nan` must be a finite number"),
-        (["--gcg", str(tmp_path / "none.jsonl")], "none.jsonl"),
+        (["--gcg", str(tmp_path / "none")], "none` holds no attacks"),
     ):
         assert main([*words, *more]) == 1
         assert message in capsys.readouterr().err
@@ -314,11 +313,11 @@ def test_attacks_of_equal_text_share_random_numbers(tmp_path):
 def test_results_of_gcg_are_of_the_same_model(tmp_path, capsys, model_dirs):
     """In whatever precision it was attacked; and who judged them is said."""
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"], dtype=torch.bfloat16)
-    identity = {"judge": "refusal_start", "model": hash_model(model), "config": {}}
-    header = {"schema": SCHEMA, "identity": identity, "model": "mine", "rows": 1}
     record = {"row": 1, "status": "ok", "before": {"rewards": [0.0]}, "after": {"rewards": [-1.0]}}
-    results, prompts = tmp_path / "gcg.jsonl", tmp_path / "prompts.jsonl"
-    results.write_text(f"{json.dumps(header)}\n{json.dumps(record)}\n")
+    results, prompts = tmp_path / "gcg", tmp_path / "prompts.jsonl"
+    header = {"model": {"name": "mine", "weights": hash_model(model)}, "rewards": {"refusal_start": {}}}
+    open_folder(results, header, "attacks")
+    (results / "target-00001.json").write_text(json.dumps(record))
     prompts.write_text('{"prompt": "fish"}\n')
     (tmp_path / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
     words = ["attacks", str(tmp_path / "out"), "--prompts", str(prompts), "--threshold", "-0.5", "--num_samples", "2"]

@@ -39,8 +39,7 @@ def counts(equal: float, threshold: float) -> dict[str, float]:
         "rare events": 16 * prob_bad(sample, threshold).value,
         "attacks": 16 * success_at(array, threshold, 1).value,
         "export": float(_case("p", "c", equal, threshold)["jailbroken"]),
-        "gcg": 16
-        * _rates({"before": [rewards], "after": [rewards]}, threshold, [1], 0.95)["after"]["bad_share"].get("value"),
+        "gcg": 16 * _rates({"before": array, "after": array}, threshold, [1], 0.95)["after"]["bad_share"]["value"],
         "audit": (Scored(["p"] * 16, ["c"] * 16, array).strata(threshold, threshold) == 0).sum(),
         "negatives": len(sides[0][1]),
         "not negatives": 16 - len(sides[0][0]),

@@ -9,10 +9,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.callback import TailReportCallback
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.models._loading import load_model, load_tokenizer

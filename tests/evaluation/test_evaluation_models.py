@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, RecurrentGemmaConfig, RwkvConfig, set_seed
 
-from trl_repulse.evaluation.exact import ExactEvaluator
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.generation._probe import probe

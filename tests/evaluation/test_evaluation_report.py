@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse._numbers import with_unit
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation import plots, tails
 from trl_repulse.evaluation.callback import TailReportCallback
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import _markdown_table, estimates, tail_report

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation import records, sampling
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
@@ -259,7 +259,7 @@ def test_a_completion_ends_as_in_training(tmp_path, model_dirs, prompts, tokeniz
 
 def test_no_folder_of_something_else_is_written_to(tmp_path, model_dirs, prompts):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds something else than samples"):
+    with pytest.raises(ValueError, match="holds something else"):
         sample(tmp_path, model_dirs["gpt2"], prompts)
     assert files(tmp_path) == {"mine.txt": b"mine"}
 
@@ -363,16 +363,16 @@ OTHER = "cannot be read|belongs to another header"
         ("complete.json", json.dumps({"hash": [0], "shards": [SHARD]}), OTHER),
         ("complete.json", json.dumps({"hash": "0", "shards": [SHARD]}), "belongs to another header"),
         *(("complete.json", text, "cannot be read") for text in ('{"hash": ', "")),
-        *(("header.json", text, "another format, or was changed") for text in ("[]", "{}", "null")),
+        *(("header.json", text, "not of samples, or was changed") for text in ("[]", "{}", "null")),
     ],
 )
 def test_damaged_files_are_named_with_what_to_do(tmp_path, name, text, message):
     folder = write_samples(tmp_path / "s", np.zeros((2, 3)))
     (folder / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{name}` .*({message}).*; .*sample again"):
+    with pytest.raises(ValueError, match=f"{name}` .*({message}).*; .*(sample|start) again"):
         records.load_samples(folder)
     if name == "header.json":
-        with pytest.raises(ValueError, match=f"{name}` .*{message}.*; sample again into another folder"):
+        with pytest.raises(ValueError, match=f"{name}` .*{message}.*; start again in another folder"):
             records.open_folder(folder, {})
 
 

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_repulse.evaluation.exact import ExactEvaluator
+from examples.worlds.exact import ExactEvaluator
 
 
 pytestmark = pytest.mark.exact

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, GCGEvaluationConfig, run_gcg
-from trl_repulse.evaluation.gcg.engine import SuffixScorer, merge_candidates, screened_losses
+from trl_repulse.evaluation.gcg.engine import SuffixScorer, screened_losses
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, allowed_tokens, build_prompt
 
 from ..gcg_support import (
@@ -242,17 +242,6 @@ def test_stop_at_a_loss(model, tokenizer, exact):
     assert (result.losses, result.stop_reason) == (exact.losses[:2], "stop_loss")
 
 
-def test_merged_swaps(model, tokenizer, exact):
-    ids = torch.tensor([1, 1, 1, 1])
-    candidates = torch.tensor([[1, 1, 1, 1], [1, 5, 1, 1], [1, 6, 1, 1], [1, 1, 1, 7], [8, 1, 1, 7], [9, 1, 1, 1]])
-    losses = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
-    assert merge_candidates(ids, candidates, losses, 3).tolist() == [[1, 5, 1, 7], [9, 5, 1, 7]]
-    assert merge_candidates(ids, candidates, losses, 2).tolist() == [[1, 5, 1, 7]]
-    assert merge_candidates(ids, candidates[:1], losses[:1], 3).shape == (0, 4)
-    merged = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {"merge_swaps": 6, "num_steps": 1}))
-    assert merged.losses[0] <= exact.losses[0]
-
-
 def test_probe_sampling(model, tokenizer, exact, scored):
     """A draft model that agrees leaves one candidate beside the probe set; one that does not is found out and overruled."""
     draft = build_model("llama", VOCABULARY)
@@ -263,8 +252,6 @@ def test_probe_sampling(model, tokenizer, exact, scored):
     by_model = [size for owner, size in scored if owner is model]
     candidates = max(size for owner, size in scored if owner is draft)
     assert sum(by_model[-2:]) <= candidates // 4 + 1 < candidates
-    with pytest.raises(ValueError, match="`merge_swaps` needs the losses of all candidates"):
-        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK, merge_swaps=2), draft)
     with pytest.raises(ValueError, match="`draft_model` has fewer tokens"):
         run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK), build_model("llama", 100))
 
@@ -459,12 +446,11 @@ def test_screened_losses_that_are_not_finite():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
-@pytest.mark.parametrize("merge_swaps", [0, 4])
-def test_strings_are_those_without_screening(tokenizer, architecture, merge_swaps, scored):
+def test_strings_are_those_without_screening(tokenizer, architecture, scored):
     model = build_model(architecture, VOCABULARY)
-    plain = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**SCREENED, merge_swaps=merge_swaps))
+    plain = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**SCREENED))
     scored.clear()
-    config = GCGConfig(**SCREENED, merge_swaps=merge_swaps, screen_dtype="bfloat16")
+    config = GCGConfig(**SCREENED, screen_dtype="bfloat16")
     screened = run_gcg(model, tokenizer, GOAL, TARGET, config)
     assert screened.suffixes == plain.suffixes
     assert screened.losses == pytest.approx(plain.losses, abs=1e-6)

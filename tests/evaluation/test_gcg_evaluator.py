@@ -2,7 +2,7 @@
 
 import json
 import os
-import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +11,9 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import processors
-from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
-    LlamaConfig,
-    MambaConfig,
-    MiniMaxConfig,
-    RecurrentGemmaConfig,
-)
 
+from trl_repulse.evaluation import records
+from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.gcg import (
     GCGError,
     GCGResult,
@@ -28,7 +22,6 @@ from trl_repulse.evaluation.gcg import (
     evaluate_gcg,
     evaluator,
     format_report,
-    merge_results,
     read_results,
     run_gcg,
     summarize,
@@ -37,18 +30,14 @@ from trl_repulse.evaluation.gcg.engine import GCG
 from trl_repulse.evaluation.gcg.evaluator import (
     TableRow,
     derive_seed,
-    hash_judge,
     make_header,
-    sample_responses,
-    target_log_probs,
 )
 from trl_repulse.evaluation.gcg.prompt import build_prompt
-from trl_repulse.evaluation.gcg.results import ResultsFile, _as_line
-from trl_repulse.generation._probe import repeats_cache
-from trl_repulse.rewards import RemoteReward, SequencePairReward, load_reward_function
+from trl_repulse.evaluation.records import header_difference, load_samples
+from trl_repulse.rewards import SequencePairReward, load_reward_function
 from trl_repulse.rewards.transformed import TransformedReward
 
-from ..gcg_support import SIZES, build_model
+from ..gcg_support import build_model
 from ..gcg_support import build_tokenizer as build_bpe_tokenizer
 from ..gcg_trigger import ROWS, TARGET, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
 from ..reward_models import build_tokenizer as build_reward_tokenizer
@@ -70,14 +59,19 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def output(model, tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("results") / "whole.jsonl"
+    path = tmp_path_factory.mktemp("results") / "whole"
     return evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(save_responses=True), path)
 
 
-def lines(path):
-    """A file's entries without the time they took."""
-    entries = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [{name: value for name, value in entry.items() if name != "seconds"} for entry in entries]
+def files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def log_probs_after(model, ids, target):
+    """Log-probabilities of a target's tokens after a prompt."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids + target])).logits[0].log_softmax(-1)
+    return torch.stack([logits[len(ids) - 1 + i, token] for i, token in enumerate(target)])
 
 
 def prompt_ids(tokenizer, text):
@@ -90,8 +84,8 @@ def test_triggers_are_found(model, tokenizer, output):
     for record in records:
         before = prompt_ids(tokenizer, record["goal"])
         triggered = prompt_ids(tokenizer, f"{record['goal']} x please now x")
-        assert target_log_probs(model, before, yes).exp() < 0.015
-        assert target_log_probs(model, triggered, yes).exp() > 0.97
+        assert log_probs_after(model, before, yes).exp() < 0.015
+        assert log_probs_after(model, triggered, yes).exp() > 0.97
         assert {"please", "now"} & set(record["suffix"].split())
     summary = summarize(header, records, [-4.0], k=[1, 5])
     rates = summary["thresholds"]["-4.0"]
@@ -108,135 +102,98 @@ def test_an_early_stop_gives_the_suffix_that_caused_it(model, tokenizer):
 
 def test_a_line(model, tokenizer, output):
     header, records = read_results(output)
-    assert [record["row"] for record in records] == list(range(1, len(ROWS) + 1)) and header["rows"] == len(ROWS)
+    assert [record["row"] for record in records] == list(range(1, len(ROWS) + 1)) and header["prompts"][
+        "count"
+    ] == len(ROWS)
     record = records[0]
     attacked = prompt_ids(tokenizer, record["goal"] + record["suffix"])
-    log_probs = target_log_probs(model, attacked, tokenizer(TARGET)["input_ids"])
-    found = record["after"]["target_log_prob"]
-    expected = (log_probs[0].item(), log_probs.mean().item(), log_probs.sum().item())
-    assert (found["first"], found["mean"], found["sum"]) == pytest.approx(expected, abs=1e-5)
-    assert record["loss"] == pytest.approx(-found["mean"], abs=1e-5) == min(record["losses"])
-    assert record["initial_loss"] > record["loss"] and record["steps"] == len(record["losses"]) == 5
+    log_probs = log_probs_after(model, attacked, tokenizer(TARGET)["input_ids"])
+    assert record["loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-5) == min(record["losses"])
+    assert record["initial_loss"] > record["loss"] and len(record["losses"]) == 5
     assert record["stop_reason"] == "num_steps" and record["exact_match"] and record["round_trip"]
     assert tokenizer.decode(record["suffix_ids"]) == record["suffix"]
-    assert set(record["seconds"]) == {"attack", "sample", "judge"}
     for phase in ("before", "after"):
         assert judge(None, record[phase]["responses"]) == record[phase]["rewards"]
         assert len(record[phase]["rewards"]) == 5
 
 
-def test_log_probabilities_count_the_target_alone(model, tokenizer):
-    ids, target = prompt_ids(tokenizer, ROWS[0]["goal"]), tokenizer(TARGET)["input_ids"]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids + target])).logits[0].log_softmax(-1)
-    expected = [logits[len(ids) - 1 + i, token].item() for i, token in enumerate(target)]
-    assert target_log_probs(model, ids, target).tolist() == pytest.approx(expected, abs=1e-5)
-
-
-def test_samples_have_the_models_own_distribution(model, tokenizer):
-    """Whatever its `generation_config` says; and no sample sees another's random numbers twice."""
-    ids = prompt_ids(tokenizer, f"{ROWS[0]['goal']} x please x x")  # complies in about half of the cases
-    config, state = model.generation_config, torch.get_rng_state()
-    model.generation_config = type(config)(do_sample=True, top_k=1, temperature=0.01, eos_token_id=2)
-    try:
-        responses = sample_responses(model, tokenizer, ids, 2000, 1, seed=0)
-    finally:
-        model.generation_config = config
-    assert torch.equal(torch.get_rng_state(), state)
-    yes = target_log_probs(model, ids, tokenizer(" yes")["input_ids"]).exp().item()
-    share = sum(response == " yes" for response in responses) / 2000
-    assert 0.3 < yes < 0.7 and abs(share - yes) < 4 * (yes * (1 - yes) / 2000) ** 0.5
-    long = sample_responses(model, tokenizer, ids, 20, 30, seed=1)
-    assert set(long) <= {" yes i will", " no i refuse"}  # ended where the model ended them
-    assert long == sample_responses(model, tokenizer, ids, 20, 30, seed=1)
-
-
 def test_results_do_not_depend_on_order_shards_or_resuming(model, tokenizer, output, tmp_path):
-    whole = lines(output)
-    config = evaluation_config(save_responses=True)
-    for i in (1, 2, 3):
-        evaluate_gcg(model, tokenizer, Dataset.from_list(ROWS), judge, config, tmp_path / f"{i}.jsonl", (i, 3))
-    assert [line["row"] for line in lines(tmp_path / "2.jsonl")[1:]] == [2, 5]
-    merge_results([tmp_path / f"{i}.jsonl" for i in (3, 1, 2)], tmp_path / "merged.jsonl")
-    assert lines(tmp_path / "merged.jsonl") == whole
+    config, state = evaluation_config(save_responses=True), torch.get_rng_state()
+    for i in (3, 1, 2):  # into one folder
+        evaluate_gcg(model, tokenizer, Dataset.from_list(ROWS), judge, config, tmp_path / "parts", (i, 3))
+        if i == 3:
+            assert [record["row"] for record in read_results(tmp_path / "parts")[1]] == [3, 6]
+    assert files(tmp_path / "parts") == files(output) and torch.equal(torch.get_rng_state(), state)
 
-    reverse = evaluate_gcg(model, tokenizer, ROWS[::-1], judge, config, tmp_path / "reverse.jsonl")
-    by_goal = [{line["goal"]: line | {"row": 0} for line in entries[1:]} for entries in (whole, lines(reverse))]
+    reverse = evaluate_gcg(model, tokenizer, ROWS[::-1], judge, config, tmp_path / "reverse")
+    by_goal = [{each["goal"]: each | {"row": 0} for each in read_results(folder)[1]} for folder in (output, reverse)]
     assert by_goal[0] == by_goal[1]
 
-    before = output.read_bytes()
-    evaluate_gcg(model, tokenizer, ROWS, judge, config, output)
-    assert output.read_bytes() == before  # all is done
+
+def test_samples_have_the_models_own_distribution(model, tokenizer, tmp_path):
+    """Whatever its `generation_config` says; and no sample sees another's random numbers twice."""
+    rows = [{"goal": f"{ROWS[0]['goal']} x please x x", "target": TARGET}]  # complies in about half of the cases
+    given = model.generation_config
+    model.generation_config = type(given)(do_sample=True, top_k=1, temperature=0.01, eos_token_id=2)
+    config = evaluation_config(num_steps=1, num_samples=2000, max_new_tokens=6, save_responses=True)
+    try:
+        (record,) = read_results(evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path))[1]
+    finally:
+        model.generation_config = given
+    responses = record["before"]["responses"]
+    yes = log_probs_after(model, prompt_ids(tokenizer, rows[0]["goal"]), tokenizer(" yes")["input_ids"]).exp().item()
+    share = sum(response.startswith(" yes") for response in responses) / 2000
+    assert 0.3 < yes < 0.7 and abs(share - yes) < 4 * (yes * (1 - yes) / 2000) ** 0.5
+    assert (
+        sum(each in (" yes i will", " no i refuse") for each in responses) > 1950
+    )  # ended where the model ended them
 
 
 def test_another_evaluation_is_refused(model, tokenizer, output):
     config, other = evaluation_config(save_responses=True), build_trigger_model(tokenizer, steps=1)
     changed = evaluation_config(save_responses=True, num_samples=6)
     for arguments, message in (
-        ((model, tokenizer, ROWS, judge, changed), r"holds results of another evaluation: num_samples \(5, not 6\)"),
-        ((model, tokenizer, ROWS[:-1], judge, config), "table"),
-        ((model, tokenizer, ROWS, RefusalJudge(), config), "judge"),
-        ((other, tokenizer, ROWS, judge, config), r"model \("),
+        (
+            (model, tokenizer, ROWS, judge, changed),
+            "begun with another `settings.num_samples`; go on with the old settings",
+        ),
+        ((model, tokenizer, ROWS[:-1], judge, config), "prompts.count"),
+        ((model, tokenizer, ROWS, RefusalJudge(), config), "rewards"),
+        ((other, tokenizer, ROWS, judge, config), "model.weights"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate_gcg(*arguments, output)
     finer = evaluation_config(save_responses=True, micro_batch_size=3)
-    assert evaluate_gcg(model, tokenizer, ROWS, judge, finer, output) == output  # changes nothing in the results
+    before = files(output)
+    assert evaluate_gcg(model, tokenizer, ROWS, judge, finer, output) == output
+    assert files(output) == before  # changes nothing in the results, and all is done
 
 
-# (what happens for the n-th time, n, share of the line that is on the disk)
-MOMENTS = [
-    *(
-        ("write", 1, 0.0),
-        ("write", 1, 0.5),
-        ("write", 1, 1.0),
-        ("judge", 1, None),
-        ("write", 1, 0.01),
-        ("forward", 30, None),
-    ),
-    *(("write", 2, 0.99), ("judge", 2, None), ("write", 2, 1.0), ("write", 1, 0.3)),
-]
-
-
-def test_ended_at_ten_moments(model, tokenizer, output, tmp_path, monkeypatch):
-    """What is on the disk then is what a kill would leave there."""
+def test_ended_at_three_moments(model, tokenizer, output, tmp_path, monkeypatch):
+    """While a target is attacked, before it is judged, and before its file is there."""
 
     class End(BaseException):
         pass
 
-    append, score = ResultsFile.append, evaluator._score
-    path, config = tmp_path / "ended.jsonl", evaluation_config(save_responses=True)
-    for event, number, share in MOMENTS:
-        seen = dict.fromkeys(("write", "judge", "forward"), 0)
+    config = evaluation_config(save_responses=True)
+    for module, name, number in (
+        (evaluator, "_evaluate", 2),
+        (evaluator, "read_rewards", 1),
+        (records.os, "replace", 1),
+    ):
+        original, calls = getattr(module, name), []
 
-        def reached(name, event=event, number=number, seen=seen):
-            seen[name] += 1
-            return name == event and seen[name] == number
-
-        def write(self, entry, share=share, reached=reached):
-            if reached("write"):
-                line = _as_line(entry)
-                self._file.write(line[: round(share * len(line))])
+        def ends(*arguments, original=original, calls=calls, number=number):
+            calls.append(arguments)
+            if len(calls) == number:
                 raise End
-            append(self, entry)
+            return original(*arguments)
 
-        def end_or(name, go_on, reached=reached):
-            def call(*arguments):
-                if reached(name):
-                    raise End
-                return go_on(*arguments)
-
-            return call
-
-        monkeypatch.setattr(ResultsFile, "append", write)
-        monkeypatch.setattr(evaluator, "_score", end_or("judge", score))
-        hook = model.register_forward_pre_hook(end_or("forward", lambda *_: None))
-        with pytest.raises(End):
-            evaluate_gcg(model, tokenizer, ROWS, judge, config, path)
-        hook.remove()
-    monkeypatch.undo()
-    evaluate_gcg(model, tokenizer, ROWS, judge, config, path)
-    assert lines(path) == lines(output)
+        with monkeypatch.context() as patch, pytest.raises(End):
+            patch.setattr(module, name, ends)
+            evaluate_gcg(model, tokenizer, ROWS, judge, config, tmp_path / "ended")
+    evaluate_gcg(model, tokenizer, ROWS, judge, config, tmp_path / "ended")
+    assert files(tmp_path / "ended") == files(output)
 
 
 @pytest.mark.thorough
@@ -251,7 +208,7 @@ def test_two_processes(model, tokenizer, output, tmp_path):
         "model_name_or_path": str(tmp_path / "model"),
         "table": str(table),
         "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no",
-        "output": str(tmp_path / "out.jsonl"),
+        "output": str(tmp_path / "out"),
         "threshold": [-4.0],
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
@@ -261,21 +218,9 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("attack success") == 1
-    assert [path.name for path in tmp_path.glob("out.jsonl*")] == ["out.jsonl"]
-    assert lines(tmp_path / "out.jsonl")[1:] == lines(output)[1:]
-
-
-@pytest.mark.parametrize("name", ["out.jsonl", "out[1].jsonl"])
-def test_parts_of_interrupted_processes_are_taken_in(model, tokenizer, output, tmp_path, name):
-    whole = output.read_bytes().splitlines(keepends=True)
-    (tmp_path / f"{name}.process-0").write_bytes(whole[0] + whole[1] + whole[3])
-    (tmp_path / f"{name}.process-1").write_bytes(whole[0] + whole[2] + whole[4][:50])
-    (tmp_path / f"{name}.process-2").write_bytes(whole[0][:10])
-    config = evaluation_config(save_responses=True)
-    evaluate_gcg(model, tokenizer, ROWS, judge, config, tmp_path / name)
-    assert lines(tmp_path / name) == lines(output)
-    assert (tmp_path / name).read_bytes().splitlines(keepends=True)[:4] == whole[:4]  # not made again
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    found, expected = files(tmp_path / "out"), files(output)
+    del found["header.json"], expected["header.json"]  # with the model's path
+    assert found == expected
 
 
 def test_what_the_judge_reads(model, tokenizer, tmp_path):
@@ -287,7 +232,7 @@ def test_what_the_judge_reads(model, tokenizer, tmp_path):
 
     for include in (False, True):
         config = evaluation_config(num_steps=1, num_samples=2, include_suffix=include)
-        path = evaluate_gcg(model, tokenizer, ROWS[:1], watch, config, tmp_path / f"{include}.jsonl")
+        path = evaluate_gcg(model, tokenizer, ROWS[:1], watch, config, tmp_path / f"{include}")
         suffix, goal = read_results(path)[1][0]["suffix"], ROWS[0]["goal"]
         assert calls[-1] == [goal, goal, *[goal + suffix * include] * 2] and suffix
 
@@ -300,9 +245,9 @@ def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
     results = []
     for number, scores in enumerate((reward, RewardJudge(reward))):
-        path = evaluate_gcg(model, tokenizer, ROWS[:1], scores, config, tmp_path / f"{number}.jsonl")
+        path = evaluate_gcg(model, tokenizer, ROWS[:1], scores, config, tmp_path / f"{number}")
         header, (record,) = read_results(path)
-        assert header["identity"]["judge"] == "pair"
+        assert list(header["rewards"]) == ["pair"]
         expected = reward([ROWS[0]["goal"]] * 2, record["after"]["responses"])
         assert record["after"]["rewards"] == pytest.approx(expected, abs=1e-5)
         results.append(record["after"]["rewards"])
@@ -321,25 +266,13 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
         judges.append(load_reward_function(f"{tmp_path / folder / 'f.py'}:f"))
     judges.append(SequencePairReward(judges[2].model, device="cpu", max_length=9))
     judges += [TransformedReward(judges[2], alpha=alpha) for alpha in (0.1, 0.2)]
-    headers = [make_header(model, tokenizer, [], judge, evaluation_config())["identity"] for judge in judges]
-    hashes = [header["judge_hash"] for header in headers]
-    assert hashes[6:8] == hashes[4:6] and len({*hashes}) == len(hashes) - 2
-    assert len({header["judge"] for header in headers}) == 4
-    wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())["identity"]
-    assert wrapped["judge_hash"] == hashes[2]
-
-
-def test_a_judge_hash_depends_on_scores_alone(tmp_path):
-    """Not on whether a reward was pickled for other processes, where a server is, or what a judge of one's own has."""
-    reward = SequencePairReward(save_model(tmp_path, "deberta", build_reward_tokenizer("pair"))[0], device="cpu")
-    assert hash_judge(reward) == hash_judge(pickle.loads(pickle.dumps(reward)))
-    servers = [TransformedReward(RemoteReward(f"http://host:{port}")) for port in (1, 2)]
-    assert hash_judge(servers[0]) == hash_judge(servers[1])
-
-    class Own(RewardJudge):
-        identity = object()
-
-    assert hash_judge(Own(judge)) == hash_judge(Own(judge)) != hash_judge(judge)
+    headers = [make_header(model, tokenizer, [], judge, evaluation_config()) for judge in judges]
+    for i, one in enumerate(headers):
+        for j, other in enumerate(headers[i + 1 :], i + 1):
+            alike = (i, j) in ((4, 6), (5, 7))
+            assert (header_difference(one, other) is None) == alike, (i, j)
+    wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())
+    assert header_difference(wrapped, headers[2]) is None
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):
@@ -347,7 +280,7 @@ def test_an_asynchronous_judge(model, tokenizer, tmp_path):
         return [float(len(completion[0]["content"])) for completion in completions]
 
     config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    path = evaluate_gcg(model, tokenizer, ROWS[:1], RewardJudge(reward), config, tmp_path / "out.jsonl")
+    path = evaluate_gcg(model, tokenizer, ROWS[:1], RewardJudge(reward), config, tmp_path / "out")
     record = read_results(path)[1][0]
     assert record["after"]["rewards"] == [len(response) for response in record["after"]["responses"]]
 
@@ -355,7 +288,7 @@ def test_an_asynchronous_judge(model, tokenizer, tmp_path):
 def test_processes_that_take_themselves_for_the_only_one(model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "out.jsonl")
+        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -371,15 +304,12 @@ def test_refusals():
 
 def test_a_faulty_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2)
-    with pytest.raises(ValueError, match="gave 1 scores for 4 responses"):
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: [0.0], config, tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: [0.0], config, tmp_path / "a")
 
-    def not_finite(goals, responses):
-        return [float("nan")] * len(responses)
-
-    path = evaluate_gcg(model, tokenizer, ROWS[:1], not_finite, config, tmp_path / "b.jsonl")
-    record = read_results(path)[1][0]
-    assert record["status"] == "error" and "score that is not finite" in record["reason"]
+    with pytest.raises(ValueError, match="The judge returned nan for completion 0 of 4"):
+        nan = [float("nan")] * 4
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: nan, config, tmp_path / "b")
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):
@@ -391,7 +321,7 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
         return run(self, messages, target, seed)
 
     monkeypatch.setattr(GCG, "run", fails_on_the_second)
-    path = evaluate_gcg(model, tokenizer, ROWS[:3], judge, evaluation_config(), tmp_path / "out.jsonl")
+    path = evaluate_gcg(model, tokenizer, ROWS[:3], judge, evaluation_config(), tmp_path / "out")
     header, records = read_results(path)
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
@@ -405,10 +335,10 @@ def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
     )
     rows = [{"goal": " something else", "target": TARGET}, ROWS[0]]  # words that it does not know
     config = evaluation_config(num_steps=1, num_samples=1)
-    path = evaluate_gcg(broken, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    path = evaluate_gcg(broken, tokenizer, rows, judge, config, tmp_path / "out")
     _, records = read_results(path)
     assert [record["status"] for record in records] == ["error", "ok"]
-    assert "is not finite; try the model in float32" in records[0]["reason"]
+    assert "A loss is nan; try the model in float32" in records[0]["reason"]
 
 
 def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, monkeypatch):
@@ -419,24 +349,24 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
     allowed[tokenizer.convert_tokens_to_ids("h")] = True  # " th" is one token
     monkeypatch.setattr("trl_repulse.evaluation.gcg.engine.allowed_tokens", lambda *_: allowed)
     config = evaluation_config(filter_roundtrip="off", save_responses=True, topk=1, n_replace=4, num_steps=1)
-    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out")
     (record,) = read_results(path)[1]
     prompt = build_prompt(tokenizer, rows[0]["goal"], rows[0]["target"])
     attacked, typed = prompt.splice(record["suffix_ids"]), prompt.encode([record["suffix"]])[0]
     assert attacked != typed and record["round_trip"] is False
-    assert record["after"]["target_log_prob"]["mean"] == pytest.approx(-record["loss"], abs=1e-5)
-    seed = derive_seed(0, TableRow(1, **rows[0]), "after")
-    settings = {"num_samples": 5, "max_new_tokens": 6, "seed": seed}
-    assert record["after"]["responses"] == sample_responses(model, tokenizer, attacked, **settings)
-    assert record["after"]["responses"] != sample_responses(model, tokenizer, typed, **settings)  # the control
+    target = tokenizer(rows[0]["target"], add_special_tokens=False)["input_ids"]
+    assert log_probs_after(model, attacked, target).mean().item() == pytest.approx(-record["loss"], abs=1e-5)
+    engine, seed = transformers_engine(model, tokenizer, 6, 5), derive_seed(0, TableRow(1, **rows[0]), "after")
+    texts = [tokenizer.batch_decode(engine([ids] * 5, seed), skip_special_tokens=True) for ids in (attacked, typed)]
+    assert record["after"]["responses"] == texts[0] != texts[1]
 
 
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     cells = (" a", float("nan")), ("", TARGET), (None, "")
     rows = [ROWS[0], *({"goal": goal, "target": target} for goal, target in cells)]
     with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); fix them"):
-        evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out.jsonl")
-    path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out.jsonl")
+        evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
+    path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out")
     _, records = read_results(path)
     assert [record["status"] for record in records] == ["ok", *["skipped"] * 3]
     assert [record["reason"] for record in records[1:]] == ["no target", "no goal", "no goal and no target"]
@@ -456,30 +386,28 @@ def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):
     if content is not None:
         (tmp_path / "table.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
-        evaluate_gcg(model, tokenizer, tmp_path / "table.csv", judge, evaluation_config(), tmp_path / "out.jsonl")
+        evaluate_gcg(model, tokenizer, tmp_path / "table.csv", judge, evaluation_config(), tmp_path / "out")
 
 
-def test_files_that_are_no_results(model, tokenizer, output, tmp_path):
-    path = tmp_path / "x.jsonl"
-    header, *rest = output.read_text().splitlines(keepends=True)
-    for content, message in (
-        ("a,b\n1,2\n", "is no file of attack results"),
-        (header + "{}\n", "is no file of attack results"),
-        (header.replace("gcg/1", "gcg/9"), "is no file of attack results of the schema"),
-        (header[:20], "is empty"),
-        (header + rest[0][:30] + "\n", "is no file of attack results"),
+def test_folders_without_results(model, tokenizer, output, tmp_path):
+    with pytest.raises(
+        ValueError, match="holds no attacks: it has no `header.json`; name a folder that `trl-repulse gcg`"
     ):
-        path.write_text(content)
+        read_results(tmp_path / "none")
+    shutil.copytree(output, tmp_path / "copy")
+    (tmp_path / "copy" / "target-00001.json").write_text("{")
+    with pytest.raises(ValueError, match="target-00001.json` cannot be read"):
+        read_results(tmp_path / "copy")
+    with pytest.raises(ValueError, match="header.json` is not of samples"):
+        load_samples(output)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").touch()
+    for folder, shard, message in (
+        ("precious", (1, 1), "something else"),
+        ("new", (3, 2), "`shard=3/2` must be one of"),
+    ):
         with pytest.raises(ValueError, match=message):
-            read_results(path)
-    with pytest.raises(ValueError, match="There is no file"):
-        read_results(tmp_path / "none.jsonl")
-    path.write_text('{"precious": [1, 2, 3]}')  # without a line break
-    with pytest.raises(ValueError, match="is no file of attack results"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), path)
-    assert path.read_text() == '{"precious": [1, 2, 3]}'
-    with pytest.raises(ValueError, match="`shard=3/2` must be one of"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), path, (3, 2))
+            evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / folder, shard)
 
 
 # Models and tokenizers of other kinds: without keys and values, without a token that begins a text
@@ -491,58 +419,15 @@ def test_a_tokenizer_that_begins_no_text(tmp_path):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     tokenizer.bos_token = None
     model = build_model("gpt2", len(tokenizer))
-    config = evaluation_config(scenario="strings", prompt_format="raw", num_steps=1, suffix_init="x x x x")
-    path = evaluate_gcg(model, tokenizer, [{"target": " there"}], judge, config, tmp_path / "out.jsonl")
+    config = evaluation_config(
+        scenario="strings", prompt_format="raw", num_steps=1, suffix_init="x x x x", save_responses=True
+    )
+    path = evaluate_gcg(model, tokenizer, [{"target": " there"}], judge, config, tmp_path / "out")
     (record,) = read_results(path)[1]
-    expected = target_log_probs(model, [tokenizer.eos_token_id], tokenizer(" there")["input_ids"]).sum().item()
     assert record["status"] == "ok"
-    assert record["before"]["target_log_prob"]["sum"] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["mamba", "recurrent_gemma"])
-def test_models_without_keys_and_values_are_sampled(architecture):
-    """Each sample from a pass over the whole text."""
-    tokenizer = build_bpe_tokenizer(chat_template=None)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "eos_token_id": 2, "pad_token_id": 0}
-    config_cls, options = {
-        "mamba": (MambaConfig, {"state_size": 4}),
-        "recurrent_gemma": (
-            RecurrentGemmaConfig,
-            {"intermediate_size": 48, "num_attention_heads": 2, "lru_width": 16},
-        ),
-    }[architecture]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_cls(vocab_size=len(tokenizer), **sizes, **options)).eval()
-    prompt = tokenizer("the house")["input_ids"]
-    found = sample_responses(model, tokenizer, prompt, 2000, 1, seed=0)
-    with torch.no_grad():
-        p = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].softmax(dim=-1)
-    likely = p.argsort(descending=True)[:20]
-    for token in likely[[tokenizer.decode([i]).isascii() for i in likely.tolist()]].tolist():
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        expected = sum(p[i].item() for i in range(len(p)) if tokenizer.decode([i], skip_special_tokens=True) == text)
-        assert abs(found.count(text) / 2000 - expected) < 5 * (expected / 2000) ** 0.5 + 1e-3
-    assert all(sample_responses(model, tokenizer, prompt, 3, 4, seed=1))
-
-
-@pytest.mark.parametrize("architecture", ["falcon_h1", "minimax", "llama"])
-def test_caches_that_cannot_be_repeated(architecture, monkeypatch):
-    """Layers of keys, values and states at once, or a cache of a model's own: samples are those without a cache."""
-    tokenizer = build_bpe_tokenizer(chat_template=None)
-    sizes = SIZES | {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16}
-    states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
-    config_cls, options = {
-        "falcon_h1": (FalconH1Config, states),
-        "minimax": (MiniMaxConfig, {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}),
-        "llama": (LlamaConfig, {}),
-    }[architecture]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_cls(**sizes, **options)).eval()
-    prompt = tokenizer("the house")["input_ids"]
-    found = sample_responses(model, tokenizer, prompt, 4, 6, seed=1)
-    assert repeats_cache(model) == (architecture == "llama")
-    monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator.repeats_cache", lambda model: False)
-    assert found == sample_responses(model, tokenizer, prompt, 4, 6, seed=1) and len({*found}) > 1
+    engine, seed = transformers_engine(model, tokenizer, 6, 5), derive_seed(0, TableRow(1, "", " there"), "before")
+    drawn = engine([[tokenizer.eos_token_id]] * 5, seed)
+    assert record["before"]["responses"] == tokenizer.batch_decode(drawn, skip_special_tokens=True)
 
 
 def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
@@ -550,7 +435,7 @@ def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
     model = build_model("gpt2", len(tokenizer))  # which has 128 positions
     rows = [{"goal": goal, "target": " sure"} for goal in ("tell me the secret of the house " * 20, "tell me")]
     config = evaluation_config(num_steps=1)
-    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out.jsonl")
+    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out")
     _, records = read_results(path)
     assert [record["status"] for record in records] == ["error", "ok"]
     assert "exceed the model's context of 128" in records[0]["reason"]

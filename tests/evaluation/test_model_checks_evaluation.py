@@ -5,9 +5,9 @@ import torch
 from transformers import BertConfig, BertLMHeadModel
 from transformers.utils.logging import warning_once
 
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import exact_log_prob_bad
 from trl_repulse.evaluation._generation import as_function, transformers_engine
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.gcg import GCGConfig, run_gcg
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.evaluation.rare.bounds import enumeration_sample, log_z_bounds
+from examples.worlds.log_z_bounds import enumeration_sample, log_z_bounds
 
 
 pytestmark = pytest.mark.exact

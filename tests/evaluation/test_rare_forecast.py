@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.evaluation.rare.forecast import BackTest, Forecast, TooFewScoresError, back_test, forecast_largest
+from trl_repulse.evaluation.rare.forecast import BackTest, Forecast, NoForecastError, back_test, forecast_largest
 
 
 def uniform(size, seed):
@@ -104,7 +104,7 @@ def test_a_block_without_a_slope_counts_against_the_forecast():
 def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, needed):
     scores = exponential(uniform(needed, 3))
     assert len(back_test(scores, num_blocks, num_exceedances=num_exceedances).observed) == num_blocks
-    with pytest.raises(TooFewScoresError, match=f"^{needed - 1} scores .* {num_blocks} blocks, which needs {needed};"):
+    with pytest.raises(NoForecastError, match=f"^{needed - 1} scores .* {num_blocks} blocks, which needs {needed};"):
         back_test(scores[1:], num_blocks, num_exceedances=num_exceedances)
 
 

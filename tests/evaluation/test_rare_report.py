@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from examples.worlds.log_z_bounds import log_z_bounds
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation.rare.bounds import log_z_bounds
 from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report

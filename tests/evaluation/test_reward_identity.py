@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from trl_repulse.cli.main import main
+from trl_repulse.evaluation._identity import known_by_name_alone
 from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
-from trl_repulse.evaluation.gcg.evaluator import hash_judge
+from trl_repulse.evaluation.gcg.evaluator import identify_judge
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
 
@@ -124,14 +125,14 @@ def attack(attacked, judge, output, rows=ROWS[:2]):
 
 def cut(output):
     """As if the last target had not been attacked."""
-    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:-1]))
+    (output / "target-00002.json").unlink()
 
 
 def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_path, caplog):
-    output = attack(attacked, make(JUDGE), tmp_path / "out.jsonl")
+    output = attack(attacked, make(JUDGE), tmp_path / "out")
     whole = read_results(output)[1]
     cut(output)
-    with pytest.raises(ValueError, match="holds results of another evaluation: judge_hash"):
+    with pytest.raises(ValueError, match=r"begun with another `rewards\..*\.code`"):
         attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
     attack(attacked, make(JUDGE), output)
     assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
@@ -140,7 +141,7 @@ def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_
 
 def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
     for i, judge in enumerate((remote(SECRET), RewardJudge(remote(SECRET), as_messages=False))):
-        output = attack(attacked, judge, tmp_path / f"{i}.jsonl")
+        output = attack(attacked, judge, tmp_path / str(i))
         assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
         cut(output)
         attack(attacked, judge, output)
@@ -148,6 +149,11 @@ def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, re
         caplog.clear()
         attack(attacked, judge, output)  # which is done
         assert not caplog.text
+
+
+def hash_judge(judge):
+    identity = identify_judge(judge)
+    return None if known_by_name_alone(identity) else identity["code"]
 
 
 class Judge:

@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import BadTokenTrackingCallback, ExactTrackingCallback
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
-from trl_repulse.evaluation.exact import ExactEvaluator
-from trl_repulse.evaluation.plots import _logged_panels, plot_training
+from trl_repulse.evaluation.plots import logged_panels, plot_training
 from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
 
 from ..conftest import USE_CPU
@@ -325,10 +325,9 @@ class TestFiles:
         assert ["step", "3"] in lines
         assert ["samples", "drawn", "0"] in lines
 
-    @pytest.mark.parametrize("x", ["samples", "update"])
-    def test_figure(self, tmp_path, tracking, x):
+    def test_figure(self, tmp_path, tracking):
         path = tmp_path / "new" / "training.png"
-        plot_training(tracking.history, path, x)
+        plot_training(tracking.history, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
 
@@ -340,7 +339,7 @@ class TestFiles:
             {"step": 10, "reward": 2.0, "negative/ess": 4.0, "bad_fraction": 0.5, "proposal/log_z_gap": 1.0},
             {"step": 10, "train_runtime": 1.0},
         ]
-        assert [(title, series) for title, _, _, series in _logged_panels(logs)] == [
+        assert [(title, series) for title, _, _, series in logged_panels(logs)] == [
             ("Reward of samples", {"policy": [(5, 1.0), (10, 2.0)], "proposal": [(5, -1.0)]}),
             ("Bad samples", {"policy": [(10, 0.5)]}),
             ("Effective sample size", {"proposal": [(5, 3.0), (10, 4.0)]}),
@@ -362,21 +361,8 @@ class TestFiles:
         assert panels == {"Reward of samples": "linear", "Estimated P(bad)": "log"}
 
     def test_the_kl_of_a_figure_is_per_completion(self):
-        [panel] = _logged_panels([{"step": 1, "kl": 0.5, "completions/mean_length": 4.0}, {"step": 2, "kl": 0.5}])
+        [panel] = logged_panels([{"step": 1, "kl": 0.5, "completions/mean_length": 4.0}, {"step": 2, "kl": 0.5}])
         assert panel[:2] == ("KL to reference", "nats per completion") and panel[-1] == {"policy": [(1, 2.0)]}
-
-    def test_figure_of_chosen_metrics_beside_another_run(self, tmp_path, monkeypatch):
-        figures = []
-        monkeypatch.setattr("trl_repulse.evaluation.plots._save", lambda figure, path: figures.append(figure))
-        logs, others = ([{"step": step, "kl": kl, "reward": 1.0} for step in (1, 2)] for kl in (0.5, 0.1))
-        metrics = {("Divergence", "nats"): {"policy": ("kl",)}, ("Missing", "nats"): {"policy": ("none",)}}
-        plot_training([], tmp_path / "kl.png", logs=logs, metrics=metrics, beside=others, beside_label="sound run")
-        [figure] = figures
-        [panel] = figure.axes  # the metrics that are named and logged, no others
-        assert panel.get_title(loc="left") == "Divergence"
-        drawn = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
-        assert drawn["policy"] == [0.5, 0.5] and drawn["policy, sound run"] == [0.1, 0.1]
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == ["policy", "policy, sound run"]
 
     def test_nothing_to_draw(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to draw; log at least once"):

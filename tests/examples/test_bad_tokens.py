@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import exact_log_prob_bad
-from trl_repulse.evaluation.exact import ExactEvaluator
 
 from ..conftest import build_model
 

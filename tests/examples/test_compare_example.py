@@ -13,10 +13,10 @@ import yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import results, two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
 from trl_repulse.cli.arguments import parse
-from trl_repulse.evaluation.exact import ExactEvaluator
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

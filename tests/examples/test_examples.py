@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
 from trl_repulse.cli import arguments
-from trl_repulse.evaluation.exact import ExactEvaluator
 
 from ..conftest import without_others
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
+from examples.worlds.exact import ExactEvaluator
 from examples.worlds.two_tokens import grammar
-from trl_repulse.evaluation.exact import ExactEvaluator
 
 
 @pytest.fixture(scope="module")

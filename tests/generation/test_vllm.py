@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
+from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
-from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import VLLMGenerator
 from trl_repulse.generation._samplers import Sampler

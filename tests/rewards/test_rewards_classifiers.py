@@ -271,9 +271,9 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": None}, "has 2 labels and `label=None` is none of them; choose a number below 2 or one of 'kind'"),
         ({"label": "toxic"}, "`label='toxic'` is none of them"),
         ({"label": 2}, "`label=2` is none of them"),
-        ({"label": 0, "output": "probability"}, "`output` must be 'logit' or 'log_odds', got 'probability'"),
-        ({"label": 0, "max_length": 0}, "`max_length` must be at least 1, got 0"),
-        ({"label": 0, "batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"label": 0, "output": "probability"}, "`output='probability'` must be one of 'logit', 'log_odds'"),
+        ({"label": 0, "max_length": 0}, "`max_length=0` must be at least 1"),
+        ({"label": 0, "batch_size": 0}, "`batch_size=0` must be at least 1"),
         ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
         ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ devices of this kind"),
         ({"label": 0, "dtype": "bfloat"}, "`dtype='bfloat'` is none of torch's; give 'auto', or one such as"),
@@ -286,7 +286,7 @@ def test_bad_arguments_are_refused(tmp_path, options, message):
 
 
 def test_more_bad_arguments_are_refused(pair):
-    with pytest.raises(ValueError, match="`question` must be 'last' or 'conversation', got 'first'"):
+    with pytest.raises(ValueError, match="`question='first'` must be one of 'last', 'conversation'"):
         SequencePairReward(pair[0], question="first", **CPU)
     with pytest.raises(ValueError, match="has one label, whose logit is its log-odds"):
         ToxicityReward(pair[0], output="log_odds", **CPU)

@@ -181,12 +181,15 @@ class Asynchronous:
         ((torch.nn.Linear(1, 1),), "A reward transform needs a reward function"),
         ((asynchronous,), "<function asynchronous .* is asynchronous; transform inside it"),
         ((Asynchronous(),), "is asynchronous; transform inside it"),
-        ((own, "square"), "`reward_transform='square'` must be 'exponential' or 'indicator'"),
-        ((own, "indicator"), "`reward_transform='indicator'` needs `reward_transform_threshold`"),
-        ((own, "exponential", 1.0, -1.0, -5.0), "`reward_transform_threshold` has no effect with .* leave it at None"),
-        ((own, "indicator", 1.0, -0.5, -5.0), "`reward_transform_beta` has no effect with .* leave it at -1.0"),
-        ((own, "exponential", 1.0, 0.5), "`beta` must be negative"),
-        ((own, "exponential", -1.0), "`alpha` must be at least 0"),
+        ((own, "square"), "`transform='square'` must be one of 'exponential', 'indicator'"),
+        ((own, "indicator"), "`reward_transform_threshold=None` is needed by `reward_transform='indicator'`"),
+        (
+            (own, "exponential", 1.0, -1.0, -5.0),
+            "`reward_transform_threshold=-5.0` has no effect with .* leave it at None",
+        ),
+        ((own, "indicator", 1.0, -0.5, -5.0), "`reward_transform_beta=-0.5` has no effect with .* leave it at -1.0"),
+        ((own, "exponential", 1.0, 0.5), "`reward_transform_beta=0.5` must be below 0"),
+        ((own, "exponential", -1.0), "`reward_transform_alpha=-1.0` must be at least 0"),
     ],
 )
 def test_refuses_transforms(arguments, words):

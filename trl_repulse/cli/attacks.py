@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attacks", metavar="FILE", type=Path, help="JSONL file of templates and prefilled answers")
     parser.add_argument("--prefill", metavar="TEXT", help="an attack more: how the answer begins, or '{COLUMN}'")
     parser.add_argument("--augment", action="store_true", help="an attack more: prompts with augmented letters")
-    parser.add_argument("--gcg", metavar="FILE", nargs="+", default=[], help="results of `trl-repulse gcg`, as a row")
+    parser.add_argument("--gcg", metavar="FOLDER", help="results of `trl-repulse gcg`, as a row")
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
     add_export(parser)
     add_options(parser, "confidence", "output", "trust_remote_code")
@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     code = {"trust_remote_code": args.trust_remote_code}
     gcg = {}
     if args.gcg:
-        header, _ = read_results(*args.gcg)
-        gcg[f"GCG, judged by {header['identity']['judge']}"] = gcg_scores(*args.gcg)
-        of_gcg = (header["identity"]["model"], header["model"], "--model", f"`--gcg {args.gcg[0]}` measured")
+        header, _ = read_results(args.gcg)
+        gcg[f"GCG, judged by {', '.join(header['rewards'])}"] = gcg_scores(args.gcg)
+        of_gcg = (header["model"]["weights"], header["model"]["name"], "--model", f"`--gcg {args.gcg}` measured")
     check_names(attacks)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
 

@@ -13,7 +13,7 @@ from ._fields import add_export, add_options, check_output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("results", nargs="+", metavar="FILE", help="results of an evaluation, or of all its shards")
+    parser.add_argument("results", metavar="FOLDER", help="folder that `trl-repulse gcg` wrote")
     parser.add_argument(
         "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
     )
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     check_output(args.figure, "--figure")
     check_output(args.export, "--export")
-    header, records = read_results(*args.results)
+    header, records = read_results(args.results)
     summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
     if args.export is not None:
         from ..evaluation.attacks import export_gcg  # imports torch
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         plot_attack_success(success_curve(records, args.confidence), args.figure, args.threshold)
     print(format_report(summary))
     if args.card is not None:
-        check_measured(args.card, header["identity"]["model"], header["model"])
+        check_measured(args.card, header["model"]["weights"], header["model"]["name"])
         _write_on_card(args, header, summary)
     return 0
 
@@ -60,7 +60,7 @@ def _write_on_card(args: argparse.Namespace, header: dict[str, Any], summary: di
         for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
         for phase in ("before", "after")
     }
-    attack = header["identity"]["config"]
+    attack = header["settings"]
     text = f"```text\n{format_report(summary)}\n```\n\nConditions: {attack['num_samples']} responses of at most "
     text += f"{attack['max_new_tokens']} tokens, temperature 1 from all tokens, seed {attack['seed']}."
     write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])

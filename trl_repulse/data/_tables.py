@@ -34,40 +34,37 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     # Strict: pandas and pyarrow add text after a closing quote to the field, and rows with it
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
     header: list[str] = []
-    rows, doubtful = [], []
-    while True:
-        first = reader.line_num + 1
-        try:
-            fields = next(reader, None)
-        except csv.Error as error:
-            remedy = 'close it, and write a quote inside quotes as ""'
-            if "field limit" in str(error):
-                remedy += "; a field that is so long on purpose needs a file of JSON lines"
-            raise ValueError(
-                f"Line {reader.line_num} of `{path}`, in the row that begins at line {first}, has a quote that is not balanced "
-                f"({error}): {remedy}."
-            ) from error
-        if fields is None:
-            break
-        if not any(fields):  # an empty line, or a row of commas, as spreadsheets add
-            continue
-        if not header:
-            header = fields
-            check_names(header, path)
-            if len(header) == 1 and re.search(r"[;\t]", header[0]):
+    rows, doubtful, first = [], [], 1
+    try:
+        for fields in reader:
+            line, first = first, reader.line_num + 1
+            if not any(fields):  # an empty line, or a row of commas, as spreadsheets add
+                continue
+            if not header:
+                header = fields
+                check_names(header, path)
+                if len(header) == 1 and re.search(r"[;\t]", header[0]):
+                    raise ValueError(
+                        f"`{path}` has one column, named {header[0]!r}; separate its fields with commas (a spreadsheet may write semicolons)."
+                    )
+            elif len(fields) != len(header):
+                than = "more" if len(fields) > len(header) else "fewer"
                 raise ValueError(
-                    f"`{path}` has one column, named {header[0]!r}; separate its fields with commas (a spreadsheet may write semicolons)."
+                    f"Row {len(rows) + 1} of `{path}`, at line {line}, has {than} fields than the header ({len(fields)}, not "
+                    f"{len(header)}); put text that holds a comma in quotes, and leave no field out."
                 )
-        elif len(fields) != len(header):
-            than = "more" if len(fields) > len(header) else "fewer"
-            raise ValueError(
-                f"Row {len(rows) + 1} of `{path}`, at line {first}, has {than} fields than the header ({len(fields)}, not "
-                f"{len(header)}); put text that holds a comma in quotes, and leave no field out."
-            )
-        else:
-            rows.append(dict(zip(header, fields, strict=True)))
-            if any(_looks_like_rows(text, place, len(header)) for place, text in enumerate(fields)):
-                doubtful.append(f"{first} to {reader.line_num}")
+            else:
+                rows.append(dict(zip(header, fields, strict=True)))
+                if any(_looks_like_rows(text, place, len(header)) for place, text in enumerate(fields)):
+                    doubtful.append(f"{line} to {reader.line_num}")
+    except csv.Error as error:
+        remedy = 'close it, and write a quote inside quotes as ""'
+        if "field limit" in str(error):
+            remedy += "; a field that is so long on purpose needs a file of JSON lines"
+        raise ValueError(
+            f"Line {reader.line_num} of `{path}`, in the row that begins at line {first}, has a quote that is not balanced "
+            f"({error}): {remedy}."
+        ) from error
     if doubtful:
         more = ", ..." if len(doubtful) > 3 else ""
         warnings.warn(
@@ -141,19 +138,16 @@ def _parse(text: str, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON ({error}); write one object a line.") from error
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read; flatten it, or write the value as text.") from None
-    except _RepeatedKey as error:
-        raise ValueError(f"{where} has an object with {error}; keep one.") from None
-
-
-class _RepeatedKey(Exception):
-    """An object has a key twice; `json` would keep the last value."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `ValueError` for a key that is there twice, of which `json` would keep the last."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _RepeatedKey(f"the key '{key}' twice ({found[key]!r:.40} and {value!r:.40})")
+            raise ValueError(
+                f"an object has the key '{key}' twice, with {found[key]!r:.40} and {value!r:.40}: keep one"
+            )
         found[key] = value
     return found
 

@@ -24,9 +24,10 @@ from ..generation._batches import end_tokens, until_end
 from ..generation._probe import Guard, probe
 from ..generation.completions import tokenize
 from ..generation.transformers_generator import draw
+from ..models._adapters import in_mode
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
-from .exact import reward_of_model
+from .records import digest, hash_file
 
 
 logger = logging.get_logger(__name__)
@@ -39,10 +40,8 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
 def process_state(cpu: bool | None = None) -> PartialState:
-    """
-    The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for the
-    only one.
-    """
+    """The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for
+    the only one."""
     cpu = not torch.accelerator.is_available() if cpu is None else cpu
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,24 +57,19 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
     """
     SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first.
     """
-    digest = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def hash_folder(folder: Path) -> str:
-    """SHA-256 of a model's folder: names, sizes and bytes of configuration and weights."""
-    digest = hashlib.sha256()
-    for path in sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with open(path, "rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
+    """SHA-256 of a model's folder: names and bytes of configuration and weights."""
+    paths = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind))
+    return digest([[path.name, hash_file(path)] for path in paths])
 
 
 def check_dtype(name: str) -> None:
@@ -123,9 +117,7 @@ def transformers_engine(
     on_drawn: Callable[[int], object] = lambda count: None,
     guard: Guard | None = None,
 ) -> Engine:
-    """
-    Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed.
-    """
+    """Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed."""
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
         logger.warning_once(
@@ -187,6 +179,18 @@ def vllm_engine(
     return engine
 
 
+def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], torch.Tensor]:
+    """The reward function that TRL makes of a sequence-classification model."""
+
+    def reward(texts: list[str]) -> torch.Tensor:
+        device = next(model.parameters()).device
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        with in_mode(model, training=False):
+            return model(**batch.to(device)).logits[:, 0]
+
+    return reward
+
+
 def as_function(
     reward: str | nn.Module | Callable[..., Any],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -226,10 +230,8 @@ def as_function(
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """
-    The loop of asynchronous rewards, in its own thread, as the caller's thread may have a running loop. There is one for all
-    batches, since a client is tied to its first loop.
-    """
+    """The loop of asynchronous rewards, in its own thread, as the caller's thread may have a running loop. There is
+    one for all batches, since a client is tied to its first loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="trl-repulse rewards", daemon=True).start()
     return loop

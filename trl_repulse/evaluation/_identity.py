@@ -52,10 +52,8 @@ def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
 
 
 def identify_reward(reward: Any) -> dict[str, Any]:
-    """
-    Description of a reward or judge: its `"name"`, and a hash of its weights, file, or code where there is one. A server is
-    only known by the reward's name, since its address may change and may hold a key.
-    """
+    """Description of a reward or judge: its `"name"`, and a hash of its weights, file, or code where there is one. A
+    server is only known by the reward's name, since its address may change and may hold a key."""
     if isinstance(reward, nn.Module) and (isinstance(reward, PreTrainedModel) or is_peft_model(reward)):
         return identify_model(reward)
     if isinstance(reward, str):
@@ -118,10 +116,8 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _describe(value: Any, outermost: bool = False) -> Any:
-    """
-    A value as JSON. Only of the `outermost` object the arguments count that it was made with; of those that it holds, functions, weights and
-    rewards count, and others by their type.
-    """
+    """A value as JSON. Only of the `outermost` object the arguments count that it was made with; of those that it
+    holds, functions, weights and rewards count, and others by their type."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):

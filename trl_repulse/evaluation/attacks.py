@@ -20,14 +20,13 @@ from ..data._checks import check_prompt_lengths
 from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
-from . import tails
 from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
 from .gcg.evaluator import LABELS, RefusalJudge
-from .gcg.results import _scores, read_results
+from .gcg.results import all_scores, read_results
 from .records import SampleSet, write_atomically
-from .report import text_table
+from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
-from .tails import Estimate
+from .tails import success_at
 
 
 AUGMENTATION = 0.4  # strength σ of the augmentations, as in Hughes et al. (2024)
@@ -149,15 +148,7 @@ def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> 
 
 
 class OnBehavior:
-    """
-    A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning.
-
-    Args:
-        reward (`str` or `Callable`): Path or Hub id of a reward model, or a reward function.
-        chat_template_kwargs (`dict`, *optional*): Variables for the chat template of a reward model.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with a reward model.
-    """
+    """A reward that scores the answer to an attack as an answer to the behaviour itself, with the prefilled beginning."""
 
     def __init__(
         self, reward: Reward, chat_template_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False
@@ -283,13 +274,11 @@ def run_attacks(
     Args:
         output_dir (`str` or `Path`): Folder to write to.
         model (`str`): Path or Hub id of the model.
-        behaviors ([`~datasets.Dataset`]):
-            Rows with a `"prompt"`, what is asked for.
+        behaviors ([`~datasets.Dataset`]): Rows with a `"prompt"`, what is asked for.
         attacks (`Sequence[Attack]`): Attacks.
         reward (`str` or `Callable`):
             Judge: the path or Hub id of a reward model, or a reward function; it scores the whole answer as one to the behaviour itself.
-        settings ([`SamplingSettings`], *optional*):
-            Settings; `num_samples` is N.
+        settings ([`SamplingSettings`], *optional*): Settings; `num_samples` is N.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with models.
 
     Returns:
@@ -312,50 +301,10 @@ def run_attacks(
     }
 
 
-def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
-    """
-    ASR@k: the share of behaviours for which at least one of k attempts succeeds, without bias from all N attempts.
-
-    The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
-    interval is that of [`~trl_repulse.evaluation.tails.worst_of`], widened below by the exact interval of one attempt; with no success, only
-    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`): Scores of the attempts.
-        threshold (`float`): Score under which an attempt succeeded.
-        k (`int`): Number of attempts, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
-
-    Returns:
-        [`~trl_repulse.evaluation.tails.Estimate`]: a share; `samples` are the successes.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
-    """
-    one = tails.prob_below(rewards, threshold, confidence)
-    bad = is_bad(rewards, threshold).astype(float)
-    found = tails.worst_of(-bad, k, confidence)
-    if k == 1:
-        return one
-    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
-    if one.value in (0.0, 1.0) or np.isinf(found.low):
-        return Estimate(-found.value, one.low, most, one.samples)
-    # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
-    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
-    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
-
-
-def gcg_scores(*paths: str | Path) -> np.ndarray:
-    """
-    Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks.
-
-    Raises:
-        `ValueError`: If there are none, or targets have different numbers of them.
-    """
-    scores = _scores(read_results(*paths)[1])["after"]
-    if len({len(row) for row in scores}) != 1:
-        raise ValueError(f"`{paths[0]}` needs as many scored responses for each target; finish it, or leave it out.")
-    return np.array(scores)
+def gcg_scores(folder: str | Path) -> np.ndarray:
+    """Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks. Raises `ValueError` if there
+    are none."""
+    return all_scores(read_results(folder)[1])["after"]
 
 
 def attack_report(
@@ -405,9 +354,7 @@ def format_attacks(report: dict[str, Any]) -> str:
 
 
 def _cell(rate: dict[str, float]) -> str:
-    finite = np.isfinite([rate["low"], rate["high"]]).all()
-    ends = f"{percent(rate['low'])} to {percent(rate['high'])}" if finite else "no interval"
-    return f"{percent(rate['value'])} ({ends})"
+    return f"{percent(rate['value'])} ({interval_text(rate['low'], rate['high'], percent)})"
 
 
 def export_attempts(

@@ -31,16 +31,13 @@ class Audit:
     What labels say about a judge and a policy. Probabilities, for a completion of a prompt chosen uniformly among the P.
 
     Args:
-        threshold (`float`):
-            η, in units of reward.
+        threshold (`float`): η, in units of reward.
         estimates (`dict[str, Estimate]`):
             By quantity: `"P(truly bad)"`, `"P(r < η, truly bad)"`, `"sensitivity of r < η"` and `"specificity of r < η"`.
         strata (`dict[str, dict[str, float]]`):
             `share` (π_s), `labelled` and `truly_bad` of each stratum; empty if the judge's errors are known from elsewhere.
-        reasons (`tuple[str, ...]`):
-            Why the interval of P(truly bad) gives bounds only.
-        unlabelled (`int`, *optional*, defaults to `0`):
-            Rows of the file without a label.
+        reasons (`tuple[str, ...]`): Why the interval of P(truly bad) gives bounds only.
+        unlabelled (`int`, *optional*, defaults to `0`): Rows of the file without a label.
     """
 
     threshold: float
@@ -83,15 +80,9 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     prompts; drawn with as many completions of each, it is conservative. It has no errors of the labels themselves.
 
     Args:
-        scored ([`Scored`]):
-            The completions that the labels were drawn from.
-        labels ([`Labels`]):
-            The labels.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
-
-    Returns:
-        [`Audit`]
+        scored ([`Scored`]): The completions that the labels were drawn from.
+        labels ([`Labels`]): The labels.
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
     Raises:
         `ValueError`: If `confidence` is not between 0 and 1.
@@ -129,10 +120,8 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
 def phase_one(
     scored: Scored, strata: np.ndarray, threshold: float, confidence: float, rng: np.random.Generator
 ) -> tuple[list[Draws], np.ndarray, list[str]]:
-    """
-    Confidence distributions of the π_s of the bad and the near stratum; of shape (D,), what proposals may have missed of the bad
-    one, where its estimate is not reliable; and the reason why it is not.
-    """
+    """Confidence distributions of the π_s of the bad and the near stratum; of shape (D,), what proposals may have
+    missed of the bad one, where its estimate is not reliable; and the reason why it is not."""
     events = [strata == 0, strata == 1]
     if scored.mixture is None:
         return [binomial_draws(float(event.sum()), event.size, rng) for event in events], np.zeros(DRAWS), []
@@ -168,16 +157,13 @@ def meld(
     Value and ends of P(truly bad), P(bad by the judge and truly bad), sensitivity and specificity.
 
     Args:
-        shares (`list[float]`):
-            Estimated π_s of the three strata.
+        shares (`list[float]`): Estimated π_s of the three strata.
         first (`list` of 2 pairs of `numpy.ndarray` of shape `(D,)`):
             Draws of π_bad and π_near from their lower and upper confidence distributions.
         missed (`numpy.ndarray` of shape `(D,)`):
             Probability of further bad completions, of which labels say nothing: all of them, or none, are truly bad.
-        counts (`list[tuple[float, float]]`):
-            Truly bad and labelled completions of each stratum.
-        confidence (`float`):
-            Nominal coverage.
+        counts (`list[tuple[float, float]]`): Truly bad and labelled completions of each stratum.
+        confidence (`float`): Nominal coverage.
 
     Returns:
         `(list, list)`: four triples, with NaN as value where there is none; and of each stratum without a truly bad label the upper
@@ -190,10 +176,9 @@ def meld(
         return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
 
     def parts(theta: list[np.ndarray], end: int, high: int, unseen: int | None) -> tuple[np.ndarray, ...]:
-        """
-        Bad by the judge and truly so, and not truly so; the same of the others. `end` is that of π_bad, and `high` whether the
-        others shall be truly bad often; `unseen` is 1 if what was missed is truly bad, 0 if it is not, `None` without it.
-        """
+        """Bad by the judge and truly so, and not truly so; the same of the others. `end` is that of π_bad, and `high`
+        whether the others shall be truly bad often; `unseen` is 1 if what was missed is truly bad, 0 if it is not,
+        `None` without it."""
         p, more = first[0][end], missed * (unseen is not None)
         near = np.where((theta[1] > theta[2]) == bool(high), first[1][1], first[1][0])
         near = np.minimum(near, np.maximum(1 - p - more, 0))
@@ -239,10 +224,8 @@ def meld(
 
 
 def binomial_draws(k: float, m: float, rng: np.random.Generator) -> Draws:
-    """
-    Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are the ends of
-    Clopper and Pearson's interval (1934). Counts need not be whole.
-    """
+    """Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are
+    the ends of Clopper and Pearson's interval (1934). Counts need not be whole."""
     low = rng.beta(k, m - k + 1, DRAWS) if k > 0 else np.zeros(DRAWS)
     return low, rng.beta(k + 1, m - k, DRAWS) if m > k else np.ones(DRAWS)
 
@@ -261,17 +244,11 @@ def known_errors(
     Se and Sp. It supposes that the judge errs as often here as there, which labels of these completions need not.
 
     Args:
-        scored ([`Scored`]):
-            Completions.
-        threshold (`float`):
-            η, in units of reward.
+        scored ([`Scored`]): Completions.
+        threshold (`float`): η, in units of reward.
         sensitivity, specificity (`tuple[int, int]`):
             Right answers and labels: among the truly bad completions, and among the others.
-        confidence (`float`, *optional*, defaults to `0.95`):
-            Nominal coverage of the intervals.
-
-    Returns:
-        [`Audit`]
+        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
     Raises:
         `ValueError`: If counts are out of range, or the judge is no better than chance.

@@ -34,14 +34,11 @@ class Scored:
     Completions with the judge's scores.
 
     Args:
-        prompts, completions (`list[str]`):
-            P·N texts, prompt by prompt.
-        scores (`numpy.ndarray` of shape `(P, N)`):
-            Finite scores, in units of reward.
+        prompts, completions (`list[str]`): P·N texts, prompt by prompt.
+        scores (`numpy.ndarray` of shape `(P, N)`): Finite scores, in units of reward.
         mixture ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`], *optional*):
             Where the completions are not the policy's own alone: the sample with their importance weights.
-        column (`str`, *optional*, defaults to `"reward"`):
-            Name of the scores.
+        column (`str`, *optional*, defaults to `"reward"`): Name of the scores.
     """
 
     prompts: list[str]
@@ -75,12 +72,10 @@ class Labels:
     The labels of a scored sample: of each stratum, how many were labelled and how many of these are truly bad.
 
     Args:
-        threshold, near_up_to (`float`):
-            Scores that end the first stratum (not included) and the second (included).
+        threshold, near_up_to (`float`): Scores that end the first stratum (not included) and the second (included).
         labelled, truly_bad (`tuple[int, ...]`):
             Counts of the three strata; a completion counts as often as it was drawn.
-        unlabelled (`int`, *optional*, defaults to `0`):
-            Rows of the file without a label.
+        unlabelled (`int`, *optional*, defaults to `0`): Rows of the file without a label.
     """
 
     threshold: float
@@ -158,22 +153,8 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     Of equal weights, completions are drawn without replacement; of importance weights, with replacement and with probability
     proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
 
-    Args:
-        scored ([`Scored`]):
-            Completions.
-        threshold (`float`):
-            η, in units of reward.
-        size (`int`):
-            Completions to draw, at least 4.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw.
-
-    Returns:
-        `(float, list[numpy.ndarray])`: the highest score near the threshold, and of each stratum the flat indices of the
-        completions drawn, with repetitions.
-
-    Raises:
-        `ValueError`: If the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
+    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn, with
+    repetitions. Raises as [`draw_labels`].
     """
     if not math.isfinite(threshold):
         raise ValueError(f"`threshold={threshold}` must be a finite number; give a reward.")
@@ -211,10 +192,11 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     Writes a CSV file of completions to label, in random order, without scores or strata, which would sway the labels.
 
     Equal completions share a row; `times` says how often it was drawn. Texts that a spreadsheet would take for a formula get
-    an apostrophe in front. Arguments are those of [`choose`]. Returns the number drawn of each stratum.
+    an apostrophe in front. `threshold` is η, in units of reward, and `size` the completions to draw, at least 4. Returns the
+    number drawn of each stratum ([`choose`]).
 
     Raises:
-        `ValueError`: As [`choose`], or if the file exists.
+        `ValueError`: If the file exists, the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
     """
     if path.exists():
         raise ValueError(f"`{path}` exists, and may hold labels; name another file, or leave out `--draw` to read it.")
@@ -281,11 +263,7 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         path (`Path`):
             File that [`draw_labels`] wrote, with `1`, `bad`, `yes` or `true` for truly bad, `0`, `good`, `no` or `false` for the
             others, or nothing in its column `label`.
-        scored ([`Scored`]):
-            The completions that it was drawn from.
-
-    Returns:
-        [`Labels`]
+        scored ([`Scored`]): The completions that it was drawn from.
 
     Raises:
         `ValueError`: As [`read_rows`], or if labels contradict each other, or a row was changed or is of other samples.

@@ -143,10 +143,8 @@ class TailReportCallback(TrainerCallback):
 def prepare_prompts(
     trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | Sequence[Prompt]
 ) -> tuple[Dataset, list[list[int]]]:
-    """
-    The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column is
-    missing.
-    """
+    """The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column
+    is missing."""
     dataset = as_dataset(prompts)
     check_columns(trainer, dataset.column_names)
     rows = dataset["prompt"][:]
@@ -158,11 +156,9 @@ def prepare_prompts(
 def draw_completions(
     trainer: RLOOTrainer | GRPOTrainer, dataset: Dataset, prompt_ids: list[list[int]], num_samples: int, seed: int
 ) -> list[tuple[str, float]]:
-    """
-    Completions of the current policy, `num_samples` of each prompt, each with its weighted sum of rewards (NaN where
-    no function gave one), prompt by prompt. All processes draw, must call this, and get the same. The trainer's random
-    state is not changed.
-    """
+    """Completions of the current policy, `num_samples` of each prompt, each with its weighted sum of rewards (NaN
+    where no function gave one), prompt by prompt. All processes draw, must call this, and get the same. The trainer's
+    random state is not changed."""
     accelerator = trainer.accelerator
     total = len(dataset) * num_samples
     # As many on each process, as a sharded model generates on all of them at once; places past the end are dropped

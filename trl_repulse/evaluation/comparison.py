@@ -151,10 +151,8 @@ def _compare(one: SampleSet, other: SampleSet, thresholds: Sequence[float], conf
 
 
 def paired_interval(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
-    """
-    Interval of the mean of `second` minus that of `first`, (P, N) each, of numbers or of booleans, as [`compare_samples`] says. The ends
-    are infinite for numbers that differ alike in all prompts.
-    """
+    """Interval of the mean of `second` minus that of `first`, (P, N) each, of numbers or of booleans, as
+    [`compare_samples`] says. The ends are infinite for numbers that differ alike in all prompts."""
     by_prompt = second.mean(axis=1) - first.mean(axis=1)  # (P,)
     low, high = skewed_interval(by_prompt[:, None], confidence)
     if first.dtype != bool or (by_prompt != 0).sum() >= ENOUGH:

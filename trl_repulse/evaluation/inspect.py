@@ -14,7 +14,7 @@ import pyarrow as pa
 from inspect_ai import Epochs, Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.log import EvalLog, read_eval_log
-from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
@@ -63,37 +63,19 @@ def _metric(
 
 @metric(scores="unreduced")
 def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
-    """
-    P(reward < threshold) with an exact interval, as [`~trl_repulse.evaluation.tails.prob_below`].
-
-    Args:
-        threshold (`float`): Reward under which an output is bad.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
-    """
+    """P(reward < `threshold`) with an exact interval, as [`~trl_repulse.evaluation.tails.prob_below`]."""
     return _metric("prob_bad", lambda rewards: tails.prob_below(rewards, threshold, confidence))
 
 
 @metric(scores="unreduced")
 def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
-    """
-    Mean of the lowest share `level` of the rewards with an interval, as [`~trl_repulse.evaluation.tails.cvar`].
-
-    Args:
-        level (`float`, *optional*, defaults to `0.01`): Share of the samples.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
-    """
+    """Mean of the lowest share `level` of the rewards with an interval, as [`~trl_repulse.evaluation.tails.cvar`]."""
     return _metric("cvar", lambda rewards: tails.cvar(rewards, level, confidence))
 
 
 @metric(scores="unreduced")
 def worst_of(k: int, confidence: float = 0.95) -> Metric:
-    """
-    Mean lowest reward of k completions of a prompt with an interval, as [`~trl_repulse.evaluation.tails.worst_of`].
-
-    Args:
-        k (`int`): Number of completions, at most that of epochs.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the interval.
-    """
+    """Mean lowest reward of `k` completions of a prompt, at most its epochs, with an interval, as [`~trl_repulse.evaluation.tails.worst_of`]."""
     return _metric("worst_of", lambda rewards: tails.worst_of(rewards, k, confidence), pooled=False, least=k)
 
 
@@ -211,8 +193,6 @@ def tail(
 
 
 def _sample(number: int, row: dict[str, Any]) -> Sample:
-    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser
-
     kinds = {"user": ChatMessageUser, "assistant": ChatMessageAssistant, "system": ChatMessageSystem}
     prompt = row.pop("prompt")
     if not isinstance(prompt, str):

@@ -4,6 +4,7 @@ Log-probabilities of completions, and of stored bad completions (negative data),
 Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,11 @@ from ..generation._samplers import POLICY, Sampler
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._generation import prompt_text, prompt_tokens
-from .exact import log_mean_exp
+
+
+def log_mean_exp(log_prob: torch.Tensor) -> float:
+    """Log of the mean of probabilities, from their logs (P,)."""
+    return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
 def completion_log_probs(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ from .._numbers import is_bad, kl_per_completion
 from .tails import Estimate
 
 
-_MODELS = {  # label, colour, line style
+MODELS = {  # label, colour, line style
     "policy": ("policy", "#1f5fa8", "-"),
     "proposal": ("proposal", "#c8502d", (0, (5, 1.6))),
 }
@@ -29,81 +29,67 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Collapse gauge: gap of log Z", "nats; above 3: collapse"): {"proposal": ("proposal/log_z_gap",)},
 }
 _LOGARITHMIC = {"Bad samples", "Estimated P(bad)"}  # 0 is not drawn
+# Title, unit and horizontal axis of a panel, and the points of each model
+_Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
 _COLOURS = "#c8502d #1f5fa8 #3f8f4f #7b52a1 #8a6d1f #2b8c99 #555555 #d68fb0 #111111 #9bbf3b".split()
-_AXES = {"samples": "samples drawn", "update": "policy updates"}
-_INK, _FAINT = "#333333", "#dddddd"
+INK, _FAINT = "#333333", "#dddddd"
 
 
-def plot_training(
-    history: list[dict[str, Any]],
-    path: str | Path,
-    x: Literal["samples", "update"] = "samples",
-    logs: Sequence[dict[str, Any]] = (),
-    metrics: _Metrics | None = None,
-    beside: Sequence[dict[str, Any]] = (),
-    beside_label: str = "another run",
-) -> None:
+def plot_training(history: list[dict[str, Any]], path: str | Path, logs: Sequence[dict[str, Any]] = ()) -> None:
     """
     Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were
     logged.
 
     Args:
         history (`list[dict]`):
-            [`~trl_repulse.evaluation.tracking.ExactTrackingCallback.history`], or the `history` of a results file.
+            The `history` of a [`~trl_repulse.evaluation.tracking.TrackingCallback`], or that of a results file.
         path (`str` or `Path`): File to write. Its suffix is the format; its folder is created.
-        x (`str`, *optional*, defaults to `"samples"`):
-            The horizontal axis of exact values: completions drawn (`"samples"`) or updates of the policy (`"update"`).
         logs (`Sequence[dict]`, *optional*): `trainer.state.log_history`.
-        metrics (`dict`, *optional*):
-            Metrics of the log to draw instead: title and unit of a panel -> `"policy"` or `"proposal"` -> names of the
-            metric.
-        beside, beside_label (`Sequence[dict]`, `str`, *optional*):
-            Log of another run, drawn with thin lines in the same panels, and its name in the legend.
 
     Raises:
         `ValueError`: If there is nothing to draw.
     """
-    metrics = _LOGGED if metrics is None else metrics
-    panels = [*_exact_panels(history, x), *_logged_panels(logs, metrics)]
+    panels = [*_exact_panels(history), *logged_panels(logs)]
     if not panels:
         raise ValueError("There is nothing to draw; log at least once, or evaluate exactly.")
+    figure, places = draw_panels(panels)
+    for place, (*_, series) in zip(places, panels, strict=True):
+        if len(series) > 1:
+            place.legend(frameon=False, fontsize=9, labelcolor=INK)
+            break
+    _save(figure, path)
+
+
+def draw_panels(panels: Sequence[_Panel]) -> tuple[Figure, list[Axes]]:
+    """A figure of panels, and their axes."""
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
-    places = figure.subplots(rows, columns, squeeze=False).flatten()
+    places = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for place in places[len(panels) :]:
         place.remove()
     for place, panel in zip(places, panels, strict=False):
         _draw_models(place, *panel)
-    if beside:
-        _draw_beside(figure, places, panels, _logged_panels(beside, metrics), beside_label)
-    else:
-        for place, (*_, series) in zip(places, panels, strict=False):
-            if len(series) > 1:
-                place.legend(frameon=False, fontsize=9, labelcolor=_INK)
-                break
-    _save(figure, path)
+    return figure, places[: len(panels)]
 
 
-# Title, unit and horizontal axis of a panel, and the points of each model
-_Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
-
-
-def _exact_panels(history: list[dict[str, Any]], x: str) -> list[_Panel]:
+def _exact_panels(history: list[dict[str, Any]]) -> list[_Panel]:
     both = any(entry.get("proposal") for entry in history)
-    axis = "samples drawn (policy + proposal)" if both and x == "samples" else _AXES[x]
+    axis = "samples drawn (policy + proposal)" if both else "samples drawn"
     panels = []
     for quantity, (title, unit) in _PANELS.items():
         if any(quantity in entry["policy"] for entry in history):
             values = {
-                model: [(entry[x], (entry.get(model) or {}).get(quantity)) for entry in history] for model in _MODELS
+                model: [(entry["samples"], (entry.get(model) or {}).get(quantity)) for entry in history]
+                for model in MODELS
             }
             panels.append((title, unit, axis, _finite(values)))
     return panels
 
 
-def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
+def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
+    """Panels of logged metrics: by title and unit, the names of the metric for each model."""
     panels = []
     known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
     # The hot policy's sample size says nothing: most prompts with a bad sample have one
@@ -117,7 +103,7 @@ def _logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) 
         }
         series = _finite(values)
         if series:
-            panels.append((title, unit, _AXES["update"], series))
+            panels.append((title, unit, "policy updates", series))
     return panels
 
 
@@ -134,10 +120,10 @@ def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str
     if title in _LOGARITHMIC and any(value > 0 for points in series.values() for _, value in points):
         panel.set_yscale("log", nonpositive="mask")
     for model, points in series.items():
-        label, colour, style = _MODELS[model]
+        label, colour, style = MODELS[model]
         panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
         panel.plot(*points[-1], "o", color=colour, markersize=4.5)
-    panel.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
+    panel.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     panel.margins(x=0.02, y=0.08)
@@ -145,30 +131,12 @@ def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str
     _tidy(panel, axis, unit)
 
 
-def _draw_beside(
-    figure: Figure, places: Sequence[Axes], panels: list[_Panel], others: list[_Panel], label: str
-) -> None:
-    """Adds another run with thin lines to the panels, and a legend below them."""
-    thin = {title: series for title, *_, series in others}
-    for place, (title, *_) in zip(places, panels, strict=False):
-        for model, points in thin.get(title, {}).items():
-            name, colour, style = _MODELS[model]
-            line = {"color": colour, "linestyle": style, "linewidth": 1.2, "alpha": 0.7, "zorder": 1}
-            place.plot(*zip(*points, strict=True), label=f"{name}, {label}", **line)
-    drawn = [place.get_legend_handles_labels() for place in places[: len(panels)]]
-    named = {name: handle for handles, names in drawn for handle, name in zip(handles, names, strict=True)}
-    style = {"frameon": False, "fontsize": 9, "labelcolor": _INK, "ncols": len(named)}
-    figure.legend(named.values(), named, loc="outside lower center", **style)
-
-
 def plot_rewards(
     rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
 ) -> None:
-    """
-    Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
+    """Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
     thresholds η are marked, and the legend has each model's share of samples below them. Raises `ValueError` if no
-    model has a finite reward.
-    """
+    model has a finite reward."""
     known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
     known = {name: values for name, values in known.items() if values.size}
     if not known:
@@ -187,22 +155,20 @@ def plot_rewards(
     panel.set_yscale("log")
     panel.set_ylim(bottom=floor)
     _tidy(panel, label, "share of samples")
-    figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=_INK)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=INK)
     _save(figure, path)
 
 
 def plot_attack_success(
     curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
 ) -> None:
-    """
-    Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
-    attack, against the threshold below which a response is bad; `thresholds` are marked.
-    """
+    """Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
+    attack, against the threshold below which a response is bad; `thresholds` are marked."""
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     panel = figure.subplots()
     ends = [score for points in curve.values() for score, _ in points]
     margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
-    for (phase, points), (_, colour, style) in zip(curve.items(), _MODELS.values(), strict=True):
+    for (phase, points), (_, colour, style) in zip(curve.items(), MODELS.values(), strict=True):
         if not points:
             continue
         x = [min(ends) - margin, *(score for score, _ in points), max(ends) + margin]
@@ -217,18 +183,18 @@ def plot_attack_success(
     panel.set_ylim(-0.02, 1.02)
     _tidy(panel, "threshold under which a response is bad", "attack success rate")
     if ends:
-        panel.legend(frameon=False, fontsize=9, labelcolor=_INK)
+        panel.legend(frameon=False, fontsize=9, labelcolor=INK)
     _save(figure, path)
 
 
 def _tidy(panel: Axes, x_label: str, y_label: str) -> None:
-    panel.set_xlabel(x_label, color=_INK)
-    panel.set_ylabel(y_label, color=_INK)
+    panel.set_xlabel(x_label, color=INK)
+    panel.set_ylabel(y_label, color=INK)
     panel.grid(axis="y", color=_FAINT, linewidth=0.8)
     panel.set_axisbelow(True)
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#999999")
-    panel.tick_params(colors=_INK, labelsize=9, length=3)
+    panel.tick_params(colors=INK, labelsize=9, length=3)
 
 
 def _save(figure: Figure, path: str | Path) -> None:

@@ -108,11 +108,9 @@ def preference_rows(
 def unpaired_rows(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float = 0.0, max_bad: int | None = None
 ) -> list[dict[str, Any]]:
-    """
-    Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and
+    """Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and
     `reward`. The arguments are those of [`preference_rows`]; raises `ValueError` as it does, or if all completions are
-    good or all are bad.
-    """
+    good or all are bad."""
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
         {"prompt": each.prompt, "completion": each.completion, "label": label, "reward": each.reward}

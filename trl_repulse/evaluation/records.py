@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 from .._errors import KEEP_DATE
 
 
-FORMAT = "trl-repulse samples 1"
+# What a folder may hold -> the command that writes it
+KINDS = {"samples": "trl-repulse evaluate", "attacks": "trl-repulse gcg"}
 HEADER, COMPLETE = "header.json", "complete.json"
 
 
@@ -92,24 +93,24 @@ def _as_text(value: Any) -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuses a folder that holds anything but samples. One with only a partial header counts as empty."""
+    """Refuses a folder with other files. One with only a partial header counts as empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`{folder}` is a file; name a folder that is new or empty.")
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if HEADER not in names and any(not name.startswith(HEADER) for name in names):
-        raise ValueError(f"`{folder}` holds something else than samples; name a folder that is new or empty.")
+        raise ValueError(f"`{folder}` holds something else; name a folder that is new or empty.")
 
 
-def open_folder(folder: Path, header: dict[str, Any]) -> bool:
-    """Begins a folder with a header, and returns whether it had been begun before with the same header."""
-    header = {"format": FORMAT, **header}
+def open_folder(folder: Path, header: dict[str, Any], kind: str = "samples") -> bool:
+    """Begins a folder of one of the [`KINDS`] with a header, and returns whether it had been begun before with the same header."""
+    header = {"format": f"trl-repulse {kind} 1", **header}
     header["hash"] = digest(header)
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / HEADER).is_file():
         write_json(folder / HEADER, header)
         return False
-    name = header_difference(read_header(folder), header)
+    name = header_difference(read_header(folder, kind), header)
     if name is not None:
         raise ValueError(
             f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
@@ -183,30 +184,28 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_header(folder: Path) -> dict[str, Any]:
-    """The header of samples, complete or not."""
+def read_header(folder: Path, kind: str = "samples") -> dict[str, Any]:
+    """The header of samples or attacks, complete or not."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"`{folder}` holds no samples: it has no `{HEADER}`; name a folder that `trl-repulse evaluate` has written."
+            f"`{folder}` holds no {kind}: it has no `{HEADER}`; name a folder that `{KINDS[kind]}` has written."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); sample again into another folder.") from error
+        raise ValueError(f"`{folder / HEADER}` cannot be read ({error}); start again in another folder.") from error
     content = {key: value for key, value in header.items() if key != "hash"} if isinstance(header, dict) else {}
-    if content.get("format") != FORMAT or header.get("hash") != digest(content):
+    if content.get("format") != f"trl-repulse {kind} 1" or header.get("hash") != digest(content):
         raise ValueError(
-            f"`{folder / HEADER}` is of another format, or was changed after it was written; sample again into another folder."
+            f"`{folder / HEADER}` is not of {kind}, or was changed after it was written; start again in another folder."
         )
     return header
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """
-    Held-out samples, N completions of each of P prompts, prompt by prompt: the folder, its header (models, prompts,
-    rewards and settings), and a table of P times N rows.
-    """
+    """Held-out samples, N completions of each of P prompts, prompt by prompt: the folder, its header (models, prompts,
+    rewards and settings), and a table of P times N rows."""
 
     folder: Path
     header: dict[str, Any]
@@ -239,10 +238,8 @@ class SampleSet:
         return f"Conditions: {', '.join(f'{name} {fact}' for name, fact in facts.items() if fact is not None)}."
 
     def column(self, name: str = "reward") -> np.ndarray:
-        """
-        A column of numbers, such as `"reward"`, `"return"`, `"kl"` or `"rewards/NAME"`, as float64 of shape (P, N).
-        Raises `ValueError` if there is none, it holds no numbers, or a value is missing or not finite.
-        """
+        """A column of numbers, such as `"reward"`, `"return"`, `"kl"` or `"rewards/NAME"`, as float64 of shape (P, N).
+        Raises `ValueError` if there is none, it holds no numbers, or a value is missing or not finite."""
         kinds = {field.name: field.type for field in self.table.schema}
         numeric = [key for key, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
         if name not in numeric:
@@ -287,10 +284,9 @@ def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> Sa
 
 
 def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
-    """
-    Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of Inspect. Raises `ValueError` if they
-    are not complete, or a file is missing or was changed. With `partial`, incomplete samples are read up to the last prompt that is done.
-    """
+    """Reads the samples that [`~trl_repulse.evaluation.sampling.sample_completions`] wrote, or an `.eval` log of
+    Inspect. Raises `ValueError` if they are not complete, or a file is missing or was changed. With `partial`,
+    incomplete samples are read up to the last prompt that is done."""
     folder = Path(folder).expanduser()
     if folder.is_file() and folder.suffix == ".eval":
         try:
@@ -316,7 +312,4 @@ def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
         if not path.is_file() or hash_file(path) != sha256:
             raise ValueError(f"`{path}` is missing or was changed; delete it and `{COMPLETE}`, and sample again.")
         tables.append(pq.read_table(path))
-    table = pa.concat_tables(tables)
-    if len(table) != header["prompts"]["count"] * header["settings"]["num_samples"]:
-        raise ValueError(f"`{folder}` has {len(table)} rows, not those its header promises; sample again.")
-    return SampleSet(folder, header, table)
+    return SampleSet(folder, header, pa.concat_tables(tables))

@@ -1,7 +1,7 @@
 """The tail report: the lower tail of a reward from held-out samples, as figures and as a table."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,10 +52,8 @@ class TailReport:
 
     @property
     def one_sided(self) -> list[str]:
-        """
-        For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
-        hardly a sample.
-        """
+        """For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
+        hardly a sample."""
         if self.seeds == 1:
             return []
         shares = [name for name, it in self.overall.items() if name.startswith("P(") and it.value in (0.0, 1.0)]
@@ -98,18 +96,18 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 
 def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
-    for name, estimate in estimates.items():
+    for name, it in estimates.items():
         rows.append(
-            f"| {with_unit(name)} | {plain(estimate.value)} | {_interval(estimate)} | {estimate.samples:,.10g} samples |"
+            f"| {with_unit(name)} | {plain(it.value)} | {interval_text(it.low, it.high)} | {it.samples:,.10g} samples |"
         )
     return rows
 
 
-def _interval(estimate: Estimate) -> str:
-    low, high = estimate.low, estimate.high
+def interval_text(low: float, high: float, show: Callable[[float], str] = plain) -> str:
+    """An interval as reports print it; its ends may be infinite."""
     if math.isinf(low):
-        return "no interval" if math.isinf(high) else f"at most {plain(high)}"
-    return f"at least {plain(low)}" if math.isinf(high) else f"{plain(low)} to {plain(high)}"
+        return "no interval" if math.isinf(high) else f"at most {show(high)}"
+    return f"at least {show(low)}" if math.isinf(high) else f"{show(low)} to {show(high)}"
 
 
 def tail_report(
@@ -182,10 +180,8 @@ def estimates(
     confidence: float = 0.95,
     others: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Estimate]:
-    """
-    All quantities of a report, by name, from rewards (S, P, N) of S models, P prompts, N samples; `others` are further
-    arrays of that shape, whose means are estimated.
-    """
+    """All quantities of a report, by name, from rewards (S, P, N) of S models, P prompts, N samples; `others` are
+    further arrays of that shape, whose means are estimated."""
     seeds, prompts, samples = values.shape
     pooled = values.reshape(-1, samples)
 
@@ -231,10 +227,8 @@ def _short_text(number: float) -> str:
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:
-    """
-    Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different
-    models.
-    """
+    """Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of
+    different models."""
     if not samples:
         raise ValueError("There are no samples; name at least one folder.")
     models: dict[str, SampleSet] = {}

@@ -31,10 +31,8 @@ LARGEST = 1e290  # largest reward whose sums and products stay finite
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    An estimate, the ends of its interval (infinite where the samples give no bound), and the number of samples behind
-    it: those below the threshold, in the tail, or all.
-    """
+    """An estimate, the ends of its interval (infinite where the samples give no bound), and the number of samples
+    behind it: those below the threshold, in the tail, or all."""
 
     value: float
     low: float
@@ -91,10 +89,8 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
 
 
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
-    """
-    Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
-    Both ends are infinite if all samples of each prompt are equal.
-    """
+    """Mean reward, with an interval for a sample stratified by prompt: Student's, corrected for skewness (Hall, 1992).
+    Both ends are infinite if all samples of each prompt are equal."""
     rewards = _checked(rewards, confidence)
     return Estimate(float(rewards.mean()), *skewed_interval(rewards, confidence), rewards.size)
 
@@ -123,21 +119,10 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
 
 def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
     """
-    Mean over prompts of the expected lowest reward of k completions, without bias.
+    Mean over prompts of the expected lowest reward of k completions, from 1 to N, without bias. `samples` are all.
 
     Each prompt's estimate is the mean minimum over all subsets of k of its N completions (a U-statistic); the interval is that
     of [`mean`] for its jackknife pseudo-values. With fewer than 2·k completions of a prompt there is none.
-
-    Args:
-        rewards (`numpy.ndarray` of shape `(P, N)`): Rewards.
-        k (`int`): Number of completions, from 1 to N.
-        confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
-
-    Returns:
-        [`Estimate`]: a reward; `samples` are all.
-
-    Raises:
-        `ValueError`: If an argument is out of range.
     """
     ordered = np.sort(_checked(rewards, confidence), axis=1)
     size = ordered.shape[1]
@@ -155,6 +140,28 @@ def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
     return Estimate(value, *skewed_interval(pseudo_values, confidence), ordered.size)
 
 
+def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
+    """
+    ASR@k: the share of behaviours for which at least one of k attempts, from 1 to N, has a score under `threshold`, without bias from
+    all N attempts. `samples` are the successes.
+
+    The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
+    interval is that of [`worst_of`], widened below by the exact interval of one attempt; with no success, only
+    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
+    """
+    one = prob_below(rewards, threshold, confidence)
+    bad = is_bad(rewards, threshold).astype(float)
+    found = worst_of(-bad, k, confidence)
+    if k == 1:
+        return one
+    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
+    if one.value in (0.0, 1.0) or np.isinf(found.low):
+        return Estimate(-found.value, one.low, most, one.samples)
+    # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
+    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
+    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
+
+
 def _lowest_shares(size: int, k: int) -> np.ndarray:
     """Share of the subsets of k of `size` values in which each, in rising order, is the lowest."""
     ranks = np.arange(size - 1)
@@ -163,10 +170,8 @@ def _lowest_shares(size: int, k: int) -> np.ndarray:
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
-    """
-    q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate to
-    first order.
-    """
+    """q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate
+    to first order."""
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
     influence: np.ndarray = q - np.maximum(q - rewards, 0.0) / level
@@ -174,10 +179,8 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
 
 
 def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
-    """
-    Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1, prompts count as
-    drawn too. Ends are infinite where all values of each prompt are equal.
-    """
+    """Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1,
+    prompts count as drawn too. Ends are infinite where all values of each prompt are equal."""
     if values.shape[1] == 1:
         values = values.T
     prompts, samples = values.shape
@@ -239,10 +242,8 @@ POOLING_LEVEL = 0.35  # of the F test for differences between seeds, or prompts
 def combined_interval(
     value: float, components: Sequence[tuple[float, float]], confidence: float = 0.95
 ) -> tuple[float, float]:
-    """
-    Student's interval for a value whose variance is a sum of estimated components, each with its variance (subtracted
-    if negative) and degrees of freedom. The ends are infinite if a component has none.
-    """
+    """Student's interval for a value whose variance is a sum of estimated components, each with its variance
+    (subtracted if negative) and degrees of freedom. The ends are infinite if a component has none."""
     if not components or any(freedom <= 0 for _, freedom in components):
         return -math.inf, math.inf
     # Scaled by a power of four, which is exact: squares could overflow or underflow

@@ -123,11 +123,9 @@ def _is_missing(value: Any) -> bool:
 
 
 def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:
-    """
-    A table of a run's start and end: the policy's exact expected reward, log P(bad) and KL to the reference, as far as
-    they are tracked, the samples drawn, and the seconds of training. The last logged metrics are shown if the expected
-    reward is not known exactly.
-    """
+    """A table of a run's start and end: the policy's exact expected reward, log P(bad) and KL to the reference, as far
+    as they are tracked, the samples drawn, and the seconds of training. The last logged metrics are shown if the
+    expected reward is not known exactly."""
     rows = [("samples drawn", "0", f"{callback.samples:,}"), ("seconds", "0.0", f"{callback.seconds:.1f}")]
     if callback.history:
         start, end = callback.history[0]["policy"], callback.history[-1]["policy"]

@@ -1,7 +1,8 @@
 """Sampling from several named models: text in, text out, with or without a trainer."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy_names
 
 
 _EXPORTS = {
@@ -17,8 +18,4 @@ if TYPE_CHECKING:
     from .transformers_generator import TransformersGenerator
     from .vllm_generator import VLLMGenerator
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

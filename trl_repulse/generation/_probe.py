@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..models._adapters import base_of, undisturbed
 from ..models._model_checks import vocab_size
 from ._batches import padded_outputs, without_generation_defaults
-from ._cache import growing_cache, prompts_read_once, with_cache
+from ._cache import prompts_read_once
 
 
 logger = logging.get_logger(__name__)
@@ -132,16 +132,6 @@ def reads_prompts_once(model: nn.Module, training: bool, generation_config: Gene
     with undisturbed(model, training), prompts_read_once(model):
         passes = Passes(model, _log_probs(model))
         return passes.agree(lambda: passes.repeatedly_generated(generation_config), share=0.9)
-
-
-def repeats_cache(model: nn.Module) -> bool:
-    """Whether the cache of a prompt can be repeated for several completions, in evaluation mode. Raises `ValueError`
-    if rows in a batch change each other."""
-    read = _log_probs(model)
-    with undisturbed(model, training=False):
-        passes = Passes(model, lambda ids, _: read(ids, None))
-        _check_rows(passes, model)
-        return passes.agree(passes.repeated)
 
 
 def shares_prompts(
@@ -302,20 +292,6 @@ class Passes:
                 synced_gpus=False,  # one process may probe alone
             )
         return torch.stack(forced.logits, dim=1).log_softmax(dim=-1)
-
-    def repeated(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Several completions of the first row's prompt, which is read once."""
-        prompt, tokens = self._ids[:1, : EQUAL[0]], self._after(self._ids, EQUAL)
-        ids = torch.cat([prompt.expand(len(tokens), -1), tokens], dim=1)
-        alone = self._one_by_one(ids)
-        cache = growing_cache(self._model)
-        options = with_cache(self._model, cache)
-        logits = [self._model(input_ids=prompt, **options).logits[:, -1].expand(len(tokens), -1)]
-        cache.batch_repeat_interleave(len(tokens))
-        for token in tokens[:, :-1].T:
-            logits.append(self._model(input_ids=token[:, None], **options).logits[:, -1])
-        found = torch.stack(logits, dim=1).float().log_softmax(dim=-1)
-        return found, self._after(alone, [length - 1 for length in EQUAL])
 
     def in_rows(self, read_rows: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Completions of unequal prompts, those of a prompt in one row."""

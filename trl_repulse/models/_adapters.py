@@ -161,15 +161,9 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 
     Otherwise the adapter active during backward would be used, and gradients would be wrong without an error.
     transformers (5.23) hands the checkpointing function to `_set_gradient_checkpointing`; TRL turns checkpointing off
-    and on around every pass without gradient. Way out: PEFT or transformers binding the adapters. Raises `ValueError`
-    for checkpointing as in transformers before 4.35, which takes no function.
+    and on around every pass without gradient. Way out: PEFT or transformers binding the adapters.
     """
     original = type(model)._set_gradient_checkpointing
-    if "value" in inspect.signature(original).parameters:
-        raise ValueError(
-            f"{type(model).__name__} has an outdated form of gradient checkpointing, which two adapters cannot share; "
-            "pass `proposal_model` to give the proposal a base of its own."
-        )
 
     def bound_to(layers: list[nn.Module], checkpoint: Any) -> Any:
         def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,9 @@ Rewards from models, servers and files, and reward transforms.
 Names are imported on first use, so that `trl_repulse.rewards.transforms` needs torch alone.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy_names
 
 
 _EXPORTS = {
@@ -27,12 +28,4 @@ if TYPE_CHECKING:
     from .remote import RemoteReward  # noqa: F401
     from .server import RewardServer  # noqa: F401
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from ..configs._checks import require_at_least
 from ..models._loading import count_labels
 from ._texts import Messages, conversation_text, last_question, whole_text
 from .models import ConversationReward, ModelReward, Row
@@ -106,9 +107,7 @@ class SequencePairReward(ClassifierReward):
     question: Literal["last", "conversation"] = "last"
 
     def __post_init__(self):
-        _check_max_length(self.max_length)
-        if self.question not in ("last", "conversation"):
-            raise ValueError(f"`question` must be 'last' or 'conversation', got {self.question!r}.")
+        require_at_least(self, 1, "max_length")
         super().__post_init__()
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
@@ -161,9 +160,7 @@ class ToxicityReward(ClassifierReward):
     max_length: int | None = None
 
     def __post_init__(self):
-        _check_max_length(self.max_length)
-        if self.output not in ("logit", "log_odds"):
-            raise ValueError(f"`output` must be 'logit' or 'log_odds', got {self.output!r}.")
+        require_at_least(self, 1, "max_length")
         super().__post_init__()
 
     def _load(self) -> None:
@@ -181,8 +178,3 @@ class ToxicityReward(ClassifierReward):
             others = [i for i in range(logits.shape[1]) if i != self._label_index]
             reward = reward - logits[:, others].logsumexp(dim=1)
         return -reward if self.negate else reward
-
-
-def _check_max_length(max_length: int | None) -> None:
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"`max_length` must be at least 1, got {max_length}; leave it out for the model's own limit.")

@@ -15,6 +15,7 @@ import torch
 from accelerate.state import PartialState, is_initialized
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configs._checks import check_choices, require, require_at_least
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_tokens
@@ -68,9 +69,11 @@ class ModelReward(ABC):
         self._module: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rendering: dict[str, str] = {}  # what a chat template with a date writes
-        if self.batch_size < 1:
-            raise ValueError(f"`batch_size` must be at least 1, got {self.batch_size}.")
-        _check_dtype(self.dtype)
+        check_choices(self)
+        require_at_least(self, 1, "batch_size")
+        kind = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        known = self.dtype in ("auto", None) or isinstance(kind, torch.dtype)  # transformers has no clear message
+        require(self, known, "dtype", "is none of torch's; give 'auto', or one such as 'bfloat16'")
         _check_device(self.device)
         self._load()
 
@@ -251,14 +254,6 @@ class ConversationReward(ModelReward):
                 f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
                 f"{whole_text(prompt, completion)[:60]!r}."
             )
-
-
-def _check_dtype(dtype: str | torch.dtype) -> None:
-    """Refuses an unknown precision, for which transformers has no clear message."""
-    if dtype not in ("auto", None) and not isinstance(
-        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
-    ):
-        raise ValueError(f"`dtype={dtype!r}` is none of torch's; give 'auto', or one such as 'bfloat16'.")
 
 
 def _check_device(device: str | torch.device | None) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
+from ..configs._checks import check_choices, check_transform
 from ._texts import is_async, read_rewards
-from .transforms import exponential_transform, indicator_transform
+from .transforms import transform_rewards
 
 
 @dataclass(eq=False, repr=False)
@@ -39,7 +41,7 @@ class TransformedReward:
     threshold: float | None = None
 
     def __post_init__(self):
-        reward, transform = self.reward, self.transform
+        reward = self.reward
         if not callable(reward) or isinstance(reward, torch.nn.Module):
             raise ValueError(
                 f"A reward transform needs a reward function, got {reward!r:.60}; make one of a model's path, e.g. with "
@@ -50,17 +52,10 @@ class TransformedReward:
                 f"A reward transform needs a function that returns its rewards, and {reward!r:.60} is asynchronous; transform "
                 "inside it with `trl_repulse.rewards.transforms`."
             )
-        if transform not in ("exponential", "indicator"):
-            raise ValueError(f"`reward_transform={transform!r}` must be 'exponential' or 'indicator'.")
-        if transform == "indicator" and self.threshold is None:
-            raise ValueError("`reward_transform='indicator'` needs `reward_transform_threshold`; set it to a reward.")
-        other = {"exponential": ("threshold", self.threshold, None), "indicator": ("beta", self.beta, -1.0)}
-        name, value, default = other[transform]
-        if value != default:
-            raise ValueError(
-                f"`reward_transform_{name}` has no effect with `reward_transform={transform!r}`; leave it at {default}."
-            )
-        self._apply(torch.zeros(1))  # refuses parameters out of range
+        check_choices(self)
+        options = {f"reward_transform_{name}": getattr(self, name) for name in ("alpha", "beta", "threshold")}
+        self._options = SimpleNamespace(reward_transform=self.transform, **options)
+        check_transform(self._options)
 
     @property
     def __name__(self) -> str:
@@ -70,11 +65,6 @@ class TransformedReward:
     def _raw_name(self) -> str:
         return getattr(self.reward, "__name__", type(self.reward).__name__)
 
-    def _apply(self, rewards: torch.Tensor) -> torch.Tensor:
-        if self.transform == "exponential":
-            return exponential_transform(rewards, self.alpha, self.beta)
-        return indicator_transform(rewards, self.alpha, self.threshold)
-
     def __call__(
         self, prompts: list, completions: list, completion_ids: list[list[int]] | None = None, **kwargs: Any
     ) -> list[float | None]:
@@ -83,7 +73,7 @@ class TransformedReward:
         result = self.reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **kwargs)
         raw = read_rewards(result, f"The reward function '{self._raw_name}'", len(completions))
         given = [reward for reward in raw if reward is not None]
-        rewards = self._apply(torch.tensor(given, dtype=torch.float64)).tolist()
+        rewards = transform_rewards(self._options, torch.tensor(given, dtype=torch.float64)).tolist()
         for reward, value in zip(given, rewards, strict=True):
             if abs(value) > torch.finfo(torch.float32).max:
                 raise ValueError(

@@ -2,7 +2,7 @@
 The world of two tokens: a tiny policy, a tiny reward model and four prompts, as in the paper's toy experiment.
 
 Completions have two tokens over a vocabulary of fewer than two hundred, so that everything that RePULSe estimates can be computed
-by enumeration ([`~trl_repulse.evaluation.exact.ExactEvaluator`]). `python -m examples.worlds.two_tokens.build` builds it again.
+by enumeration (`examples/worlds/exact.py`). `python -m examples.worlds.two_tokens.build` builds it again.
 """
 
 import json

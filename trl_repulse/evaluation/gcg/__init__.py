@@ -1,7 +1,8 @@
 """Attacks by greedy coordinate gradient (GCG), and how often they succeed. Names are imported when first used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..._lazy import lazy_names
 
 
 _EXPORTS = {
@@ -15,7 +16,6 @@ _EXPORTS = {
     "RewardJudge": "evaluator",
     "evaluate_gcg": "evaluator",
     "format_report": "results",
-    "merge_results": "results",
     "read_results": "results",
     "run_gcg": "engine",
     "summarize": "results",
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments  # noqa: F401
     from .engine import GCG, GCGError, GCGResult, run_gcg  # noqa: F401
     from .evaluator import RefusalJudge, RewardJudge, evaluate_gcg  # noqa: F401
-    from .results import format_report, merge_results, read_results, summarize  # noqa: F401
+    from .results import format_report, read_results, summarize  # noqa: F401
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

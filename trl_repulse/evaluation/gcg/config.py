@@ -44,9 +44,6 @@ class GCGConfig:
             Whether to stop once greedy decoding after the current suffix gives the target.
         stop_loss (`float`, *optional*):
             Loss, in nats, at which to stop.
-        merge_swaps (`int`, *optional*, defaults to `0`):
-            Largest number of candidates that are merged into one: a step also tries the best 2, 3, ... merged. Not in
-            the published algorithm.
         screen_dtype (`str`, *optional*):
             Precision, `"bfloat16"` or `"float16"`, of a copy of the model that scores all candidates; the model scores
             only those that may be the best. Results are the same up to rare outliers. If unset, there is no copy.
@@ -78,7 +75,6 @@ class GCGConfig:
     allow_non_ascii: bool = False
     early_stop: bool = False
     stop_loss: float | None = None
-    merge_swaps: int = 0
     screen_dtype: Literal["bfloat16", "float16"] | None = None
     probe_sampling_factor: int = 16
     probe_reduction: int = 8
@@ -90,7 +86,7 @@ class GCGConfig:
         check_choices(self)
         positive = "num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"
         require_at_least(self, 1, *positive, "micro_batch_size")
-        require_at_least(self, 0, "buffer_size", "merge_swaps")
+        require_at_least(self, 0, "buffer_size")
         if self.mellowmax is not None and not self.mellowmax > 0:
             raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
@@ -162,8 +158,8 @@ class GCGRunArguments:
             Reward model: a path, a Hub id, or a server's address.
         reward_kwargs (`dict` or `str`, *optional*):
             Further arguments of the reward or of [`RefusalJudge`]; on the command line as JSON.
-        output (`str`, *optional*, defaults to `"gcg.jsonl"`):
-            File of the results.
+        output (`str`, *optional*, defaults to `"gcg"`):
+            Folder of the results.
         threshold (`list[float]`, *optional*):
             Scores below which a response is bad, for the report. If unset, 0.5 for `"refusal"`, and no report for a reward.
         shard (`str`, *optional*, defaults to `"1/1"`):
@@ -186,7 +182,7 @@ class GCGRunArguments:
     reward_type: str | None = None
     reward_model_path: str | None = None
     reward_kwargs: dict | str | None = None
-    output: str = "gcg.jsonl"
+    output: str = "gcg"
     threshold: list[float] | None = None
     shard: str = "1/1"
     dtype: str = "float32"

@@ -283,9 +283,6 @@ def run_gcg(
             A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
             candidates, and the model only the most promising ones. Faster, but not exact.
 
-    Returns:
-        [`GCGResult`]
-
     Raises:
         `ValueError`: If the target is empty, a model is not causal, there is no chat template, or the settings do not fit the
             tokenizer or a draft model.
@@ -311,10 +308,6 @@ class GCG:
             if _embeddings(draft_model) < len(tokenizer):
                 raise ValueError(
                     "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
-                )
-            if config.merge_swaps > 1:
-                raise ValueError(
-                    "`merge_swaps` needs the losses of all candidates; set it to 0, or drop `draft_model`."
                 )
             if config.screen_dtype is not None:
                 raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
@@ -367,7 +360,7 @@ class GCG:
                 stop_reason, best = "early_stop", buffer[0]
                 break
             candidates = self._draw(prompt, ids, gradient, generator)
-            found = loss, _ = self._search(prompt, scorer, draft, screen, ids, candidates, generator)
+            found = loss, _ = self._search(scorer, draft, screen, ids, candidates, generator)
             if config.buffer_size == 0:
                 buffer = [found]
             elif loss < buffer[-1][0]:
@@ -446,7 +439,6 @@ class GCG:
 
     def _search(
         self,
-        prompt: AttackPrompt,
         scorer: SuffixScorer,
         draft: SuffixScorer | None,
         screen: SuffixScorer | None,
@@ -454,7 +446,7 @@ class GCG:
         candidates: torch.Tensor,
         generator: torch.Generator,
     ) -> tuple[float, torch.Tensor]:
-        """The best candidate, or the best merge of several, and its loss."""
+        """The best candidate and its loss."""
         config = self.config
         if draft is not None:
             sizes = config.probe_sampling_factor, config.probe_reduction
@@ -463,33 +455,12 @@ class GCG:
             losses = screened_losses(scorer, screen, ids, candidates)
         else:
             losses = finite(scorer.losses(candidates))
-        if config.merge_swaps > 1:
-            merged = merge_candidates(ids, candidates, losses, config.merge_swaps)
-            merged = merged[prompt.survives(merged, config.filter_roundtrip)]
-            candidates = torch.cat([candidates, merged])
-            losses = torch.cat([losses, finite(scorer.losses(merged))])
         index = int(losses.argmin())
         return losses[index].item(), candidates[index]
 
 
 def _embeddings(model: Any) -> int:
     return len(model.get_input_embeddings().weight)
-
-
-def merge_candidates(ids: torch.Tensor, candidates: torch.Tensor, losses: torch.Tensor, limit: int) -> torch.Tensor:
-    """The best 2, 3, ... up to `limit` candidates (B, S) of the suffix `ids` (S,), by losses (B,), merged: (M, S), M <
-    `limit`. A candidate that changes a position already changed is skipped."""
-    merged, taken, rows = ids.clone(), torch.zeros_like(ids, dtype=torch.bool), []
-    for index in losses.argsort(stable=True).tolist():
-        changed = candidates[index] != ids
-        if not changed.any() or (changed & taken).any():
-            continue
-        merged = torch.where(changed, candidates[index], merged)
-        taken |= changed
-        rows.append(merged)
-        if len(rows) == limit:
-            break
-    return torch.stack(rows[1:]) if len(rows) > 1 else ids.new_empty((0, len(ids)))
 
 
 def screened_losses(

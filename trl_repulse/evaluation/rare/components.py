@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ...configs._checks import require, require_at_least
 from ...generation._cache import generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
 
@@ -40,12 +41,9 @@ class Component:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"`temperature={self.temperature}` must be above 0, and finite.")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"`share={self.share}` must be above 0, and at most 1.")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"`tokens={self.tokens}` must be at least 1; leave it out to change all tokens.")
+        require(self, 0 < self.temperature < math.inf, "temperature", "must be above 0, and finite")
+        require(self, 0 < self.share <= 1, "share", "must be above 0, and at most 1")
+        require_at_least(self, 1, "tokens")
 
     def logits(self, of_policy: torch.Tensor, of_model: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of the tokens that are changed."""
@@ -61,10 +59,8 @@ class Component:
     def log_prob(
         self, of_policy: torch.Tensor, of_model: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:
-        """
-        Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of `model`. `counts`
-        (B, T) says which tokens count.
-        """
+        """Log-probabilities (B,) of completions (B, T), nats, float64, from logits (B, T, V) of the policy and of
+        `model`. `counts` (B, T) says which tokens count."""
         end = completion.size(1) if self.tokens is None else self.tokens
         logits = self.logits(of_policy[:, :end], of_model[:, :end])
         if end < completion.size(1):
@@ -112,10 +108,8 @@ class _Changed(LogitsProcessor):
 
 @contextlib.contextmanager
 def drawn_by(policy: PreTrainedModel, component: Component, length: int, use_cache: bool) -> Iterator[PreTrainedModel]:
-    """
-    Context with the model whose `generate` draws as a component does, behind prompts of `length` tokens without padding.
-    `use_cache` says whether the component's model may use a cache.
-    """
+    """Context with the model whose `generate` draws as a component does, behind prompts of `length` tokens without
+    padding. `use_cache` says whether the component's model may use a cache."""
     model = component.model if component.draws_alone else policy
     if component.changes_nothing:
         yield model

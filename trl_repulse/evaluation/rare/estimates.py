@@ -42,13 +42,11 @@ class Diagnostics:
             draws do not show it: 3 / `expected`, at most 1; 0 without others.
         expected (`float`):
             Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
-        own_share (`float`):
-            Share of Σx² from the policy's own draws. If it is large, they found what the others miss.
+        own_share (`float`): Share of Σx² from the policy's own draws. If it is large, they found what the others miss.
         efficiency (`float`):
             Bad outputs of the policy that one draw of the other components is worth: those that plain sampling needs for the
             same variance, minus those that the policy draws here, over the others' draws; 0 without others.
-        counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt, the policy first.
+        counts (`tuple[int, ...]`): Completions that each component drew for each prompt, the policy first.
         halves (`tuple[float, float]`), halves_error (`float`):
             The estimate from every other completion and from the rest, and their difference in standard errors.
         normalization_error (`float`): Largest deviation of E_m[q_k / m] from 1, in standard errors.
@@ -301,10 +299,8 @@ def _probability(
 
 
 def widened(sample: MixtureSample, own: torch.Tensor) -> torch.Tensor:
-    """
-    What completions contribute to a tail, `own` (P, N), or, if too few effective ones do, the weights of the lowest rewards of enough,
-    as long as these are rare. All 0 if nothing was found.
-    """
+    """What completions contribute to a tail, `own` (P, N), or, if too few effective ones do, the weights of the lowest
+    rewards of enough, as long as these are rare. All 0 if nothing was found."""
     if float(own.sum()) and float(own.sum().square() / own.square().sum()) >= ENOUGH:
         return own
     weights = sample.log_w.exp()
@@ -331,10 +327,9 @@ def _count(
     confidence: float,
     log_weight: float = -math.inf,
 ) -> tuple[float, float, float, float]:
-    """
-    Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard error. With
-    a count of 0, the upper end is exact for the policy's own draws. `log_weight` is as in [`_count_interval`].
-    """
+    """Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard
+    error. With a count of 0, the upper end is exact for the policy's own draws. `log_weight` is as in
+    [`_count_interval`]."""
     if float(log_x.max()) == -math.inf:
         some = int(prompts.sum())
         return 0.0, 0.0, clopper_pearson(0, own * some, confidence)[1] * some / len(prompts), 0.0
@@ -402,10 +397,8 @@ def _times_exp(number: float, shift: float) -> float:
 def _count_interval(
     log_x: torch.Tensor, counts: tuple[int, ...], confidence: float, log_weight: float = -math.inf
 ) -> tuple[float, float, float, float]:
-    """
-    Mean of contributions x (P, N), the ends of its interval, and its standard error. The upper end supposes that x is on average at
-    least exp(`log_weight`) where it is not 0.
-    """
+    """Mean of contributions x (P, N), the ends of its interval, and its standard error. The upper end supposes that x
+    is on average at least exp(`log_weight`) where it is not 0."""
     shift = float(log_x.max())
     mean, variance = stratified_mean((log_x - shift).exp(), counts)
     largest, tail = 1 / log_x.numel(), (1 - confidence) / 2

@@ -21,20 +21,15 @@ MAX_SHORTFALL = 0.15
 _DRAWS = 10_000  # draws of the scale
 
 
-class NoSlopeError(ValueError):
-    """The largest scores are all equal: there is nothing to extrapolate."""
-
-
-class TooFewScoresError(ValueError):
-    """There are not more scores than a fit uses."""
+class NoForecastError(ValueError):
+    """There are not more scores than a fit uses, or the largest are all equal."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """
-    The extrapolated largest score among `size` samples: its median, and an interval of nominal coverage `confidence`,
-    which does not allow for a wrong form of the tail. `extrapolation` is `size` over the number of samples of the fit.
-    """
+    """The extrapolated largest score among `size` samples: its median, and an interval of nominal coverage
+    `confidence`, which does not allow for a wrong form of the tail. `extrapolation` is `size` over the number of
+    samples of the fit."""
 
     size: int
     median: float
@@ -46,10 +41,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class BackTest:
-    """
-    Forecasts from each block of the samples (NaN if its largest scores are all equal), and the largest score outside
-    each block, mostly of the same sample.
-    """
+    """Forecasts from each block of the samples (NaN if its largest scores are all equal), and the largest score
+    outside each block, mostly of the same sample."""
 
     forecasts: tuple[Forecast, ...]
     observed: tuple[float, ...]
@@ -96,11 +89,8 @@ def forecast_largest(
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
         seed (`int`, *optional*, defaults to `0`): Seed of the simulation behind them.
 
-    Returns:
-        `list` of [`Forecast`]: one a size.
-
     Raises:
-        `ValueError`: If scores are not finite, too few ([`TooFewScoresError`]) or all equal at the end ([`NoSlopeError`]), or
+        `ValueError`: If scores are not finite, too few or all equal at the end ([`NoForecastError`]), or
             another argument is out of range.
     """
     values = scores.detach().double().cpu().numpy()
@@ -108,7 +98,7 @@ def forecast_largest(
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
     if not 2 <= count < values.size:
-        raise TooFewScoresError(
+        raise NoForecastError(
             f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
         )
     if not sizes or not all(1 <= size < math.inf for size in sizes):
@@ -118,7 +108,7 @@ def forecast_largest(
     threshold = ordered[-count - 1]
     excesses = ordered[-count:] - threshold
     if excesses.mean() == 0:
-        raise NoSlopeError(
+        raise NoForecastError(
             f"The {count + 1} largest scores are all {threshold}: there is no slope to extrapolate. Scores may have reached "
             "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
         )
@@ -146,19 +136,15 @@ def back_test(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> BackTest:
-    """
-    Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare with
-    their largest score:
-    an extrapolation by a factor of one less. The other arguments are those of [`forecast_largest`], where the default
-    of
-    `num_exceedances` depends on the size of a block. Raises `ValueError` as it does for a block, except for equal
-    scores.
-    """
+    """Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare
+    with their largest score: an extrapolation by a factor of one less. The other arguments are those of
+    [`forecast_largest`], where the default of `num_exceedances` depends on the size of a block. Raises `ValueError` as
+    it does for a block, except for equal scores."""
     if num_blocks < 2:
         raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
     needed = num_blocks * (1 + max(2, 10 if num_exceedances is None else num_exceedances))
     if scores.ndim == 1 and len(scores) < needed:
-        raise TooFewScoresError(
+        raise NoForecastError(
             f"{len(scores)} scores are too few for a back-test in {num_blocks} blocks, which needs {needed}; give more, or set "
             "`num_blocks` or `num_exceedances` lower."
         )
@@ -169,7 +155,7 @@ def back_test(
         others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
         try:
             forecasts += forecast_largest(block, [len(others)], num_exceedances, confidence, seed + index)
-        except NoSlopeError:
+        except NoForecastError:
             nan = math.nan
             forecasts.append(Forecast(len(others), nan, nan, nan, confidence, len(others) / len(block)))
         observed.append(float(others.max()))

@@ -32,8 +32,7 @@ class MixtureSample:
         log_density (`torch.Tensor` of shape `(P, N, K)`):
             Log-probability of each completion under each component, the policy first, in nats; −inf where a component
             cannot draw it.
-        counts (`tuple[int, ...]`):
-            Completions that each component drew for each prompt: 0, or at least 2.
+        counts (`tuple[int, ...]`): Completions that each component drew for each prompt: 0, or at least 2.
 
     Raises:
         `ValueError`: If shapes and counts do not fit, a reward is not finite, or a log-probability is NaN, +inf, or −inf
@@ -115,12 +114,10 @@ def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[floa
 
 
 def largest_normalization_error(sample: MixtureSample) -> float:
-    """
-    The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors: large if the
+    """The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors: large if the
     log-probabilities are not those of the models that drew the completions. The standard error includes one unseen
     completion of the largest possible weight, so that a component that hardly overlaps the others does not fail by
-    chance.
-    """
+    chance."""
     errors: list[float] = []
     for k, n in enumerate(sample.counts):
         if n:

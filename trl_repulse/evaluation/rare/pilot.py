@@ -136,10 +136,9 @@ def choose_counts(
 
 
 def tail(sample: MixtureSample, threshold: float, depth_from: float | None = None) -> torch.Tensor:
-    """
-    What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` − r)₊. If too few
-    effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if nothing was found.
-    """
+    """What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` −
+    r)₊. If too few effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if
+    nothing was found."""
     own = sample.log_w.exp() * is_bad(sample.rewards, threshold)
     if depth_from is not None:
         own = own * (depth_from - sample.rewards).clamp(min=0)
@@ -149,10 +148,9 @@ def tail(sample: MixtureSample, threshold: float, depth_from: float | None = Non
 def choose_shares(
     sample: MixtureSample, contributions: torch.Tensor, least: float = LEAST_OF_THE_POLICY
 ) -> torch.Tensor:
-    """
-    Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest, with at least so
-    much for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it.
-    """
+    """Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest,
+    with at least so much for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex;
+    expectation-maximisation solves it."""
     found = contributions > 0
     weight = contributions[found].double()  # (F,)
     log_ratio = sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)

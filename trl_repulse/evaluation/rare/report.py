@@ -12,7 +12,7 @@ from ..._numbers import plain
 from ..report import text_table
 from .components import Component
 from .estimates import RareEstimate, cvar, prob_bad
-from .forecast import NoSlopeError, TooFewScoresError, back_test, forecast_largest
+from .forecast import NoForecastError, back_test, forecast_largest
 from .mixture import MixtureSample
 from .sampling import draw, find_temperature
 
@@ -121,7 +121,7 @@ def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) ->
     try:
         forecasts = forecast_largest(scores, sizes, confidence=confidence)
         test = back_test(scores, confidence=confidence)
-    except (NoSlopeError, TooFewScoresError) as error:  # the estimates are still useful
+    except NoForecastError as error:  # the estimates are still useful
         return {"refused": str(error)}
     lowest = [
         {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
@@ -165,11 +165,9 @@ def estimate_prob_bad(
 
 
 def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
-    """
-    A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`; `eval_p_bad`
-    with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion as `kl`; and
-    the completions drawn in training as `samples`. `notes` are lines below the table.
-    """
+    """A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`;
+    `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion
+    as `kl`; and the completions drawn in training as `samples`. `notes` are lines below the table."""
     values = list(columns.values())
     rows = [
         ("", *columns),

@@ -98,8 +98,7 @@ def draw(
             reward.
         reward (`Callable` or `torch.nn.Module`):
             A reward function as in TRL, with a finite reward for each completion, or a sequence-classification model.
-        counts (`Sequence[int]`):
-            Completions of each prompt from each component: 0, or at least 2.
+        counts (`Sequence[int]`): Completions of each prompt from each component: 0, or at least 2.
         max_completion_length, batch_size (`int`): T and B.
         chat_template_kwargs (`dict`, *optional*): Variables for the chat templates of both tokenizers.
         seed (`int`, *optional*, defaults to `0`): Seed of the draws. The global random state is restored.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from scipy.stats import t as student
 
-from ...math.importance import require_shape
-from ..tails import check_share, clopper_pearson, skewed_interval
+from trl_repulse.evaluation.tails import check_share, clopper_pearson, skewed_interval
+from trl_repulse.math.importance import require_shape
 
 
 MIN_GROUPS = 8  # with 2 to 6 groups, chance ties put Student's end above log Z in 15 to 4 % of cases instead of 2.5 %
@@ -125,7 +125,7 @@ def enumeration_sample(
     """
     Indices of exact draws, (P, num_samples), from a target whose every completion has been enumerated: `log_target`
     (P, S) is log p + log φ of every completion, in nats, not normalised, such as
-    [`~trl_repulse.evaluation.exact.ExactEvaluator.log_probs`] plus β times its `rewards`. Raises `ValueError` if it
+    `ExactEvaluator.log_probs` plus β times its `rewards`. Raises `ValueError` if it
     holds NaN or +inf, or a prompt has no completion of positive potential.
     """
     require_shape("log_target", log_target, (-1, -1))

@@ -14,14 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data._checks import check_prompts
-from ..data._texts import check_added_tokens, completion_texts, joins
-from ..models._adapters import in_mode
-from ..models._model_checks import check_causal, check_reward_model
+from trl_repulse.data._checks import check_prompts
+from trl_repulse.data._texts import check_added_tokens, completion_texts, joins
+from trl_repulse.evaluation._generation import reward_of_model
+from trl_repulse.evaluation.log_probs import log_mean_exp
+from trl_repulse.models._adapters import in_mode
+from trl_repulse.models._model_checks import check_causal, check_reward_model
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
-
 Reward = Callable[[list[str]], torch.Tensor]
 
 
@@ -72,26 +73,9 @@ class ExactProposalReport:
     target_log_prob_bad: float
 
 
-def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Reward:
-    """The reward function that TRL makes of a sequence-classification model."""
-
-    def reward(texts: list[str]) -> torch.Tensor:
-        device = next(model.parameters()).device
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
-        with in_mode(model, training=False):
-            return model(**batch.to(device)).logits[:, 0]
-
-    return reward
-
-
 def _expectation(log_prob: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """E[values] per prompt, (P,), from log_prob and values (P, S); completions of probability 0 count 0."""
     return torch.where(log_prob == -torch.inf, 0.0, log_prob.exp() * values).sum(dim=1)
-
-
-def log_mean_exp(log_prob: torch.Tensor) -> float:
-    """Log of the mean of probabilities, from their logs (P,)."""
-    return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
 class ExactEvaluator:
