@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent
 # Beginning of the note that names the reward function that raised an error
 RAISED_BY = "Raised by the reward function"
 # The module that calls users' reward functions, and adds that note
-CALLER = str(PACKAGE / "engine" / "scoring.py")
+CALLER = str(PACKAGE / "engine" / "reward_functions.py")
 
 
 # Optional module -> the extra of this package that installs it

@@ -195,7 +195,7 @@ def test_metrics_are_documented():
     source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     statistics = "mean|std|lowest|highest"
     written = re.findall(
-        rf"""(?:\[f?"([^"]+)"\]\.append\(|(?:logs|self)\.(?:mean|value|token_mean)\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""",
+        rf"""(?:\[f?"([^"]+)"\]\.append\(|(?:_log_\w+|(?:logs|self)\.(?:mean|value|token_mean))\(f?"([^"]+)"|f?"([^"]+)": (?:{statistics})\b)""",
         source,
     )
     names = {
@@ -209,7 +209,7 @@ def test_metrics_are_documented():
         for prefix in ("proposal", "negative")
     }
     names = {name.replace("{VALUE_FOLDER}", "value") for name in names}
-    names -= {"min", "mean", "max", "NAME/mean", "NAME/max", "tools/failure_frequency"}  # ends of names, and GRPO's
+    names -= {"min", "mean", "max", "NAME/mean", "NAME/max", "{self.prefix}NAME", "tools/failure_frequency"}  # ends of names, and GRPO's
     assert {"reward", "kl", "proposal/ess", "negative/ess", "rewards/NAME/mean", "value/loss"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 

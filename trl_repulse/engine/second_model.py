@@ -196,10 +196,10 @@ class SecondModel:
         self.optimizer.zero_grad(set_to_none=True)
         return _fsdp.whole(norm).item()
 
-    def update(self, logs: "Logs", name: str, advance_schedule: bool = True) -> None:
-        """[`step`] and [`step_schedule`], with learning rate and gradient norm in the logs under `name`."""
-        logs.value(f"{name}/learning_rate", self.optimizer.param_groups[0]["lr"])
-        logs.value(f"{name}/grad_norm", self.step())
+    def update(self, logs: "Logs", folder: str, advance_schedule: bool = True) -> None:
+        """[`step`] and [`step_schedule`], with learning rate and gradient norm in the logs under the model's `folder`."""
+        logs.value(f"{folder}/learning_rate", self.optimizer.param_groups[0]["lr"])
+        logs.value(f"{folder}/grad_norm", self.step())
         if advance_schedule:
             self.step_schedule()
 
