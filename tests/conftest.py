@@ -71,6 +71,12 @@ if USE_CPU and getattr(trl.trainer.utils, "_ChunkedLogProbFunction", True) is No
 DEVICE = torch.device("cpu") if USE_CPU else torch.accelerator.current_accelerator() or torch.device("cpu")
 about_the_cpu = pytest.mark.skipif(not USE_CPU, reason="is about the CPU")
 
+
+def also_thorough(*values):
+    """Parameters that repeat what another value of theirs shows, so that they have the marker `thorough`."""
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
+
+
 WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
 BAD = 18  # " bad"
 

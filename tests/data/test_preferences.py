@@ -77,7 +77,7 @@ def test_refused(make):
         ((POOL, 9.0), "at least 9.0"),
         ((POOL, -4.0, -1.0), "`margin` is -1.0"),
         ((POOL, -4.0, 0.0, 0), "`max_bad` is 0"),
-        (([], -4.0), ""),
+        (([], -4.0), "No prompt has both|all good or all bad"),
     ):
         with pytest.raises(ValueError, match=message):
             make(*arguments)
@@ -139,9 +139,8 @@ def sources(tmp_path_factory, model_dirs, prompts):
     args = RePULSeTrainer._config_cls(output_dir=str(folder / "run"), **bad, **drawn, **SETTINGS)
     RePULSeTrainer(model_dirs["gpt2"], word_reward, args, prompts).train()
     settings = SamplingSettings(num_samples=8, max_completion_length=3)
-    sample_completions(
-        folder / "samples", model_dirs["gpt2"], prompts["prompt"], word_reward, settings, progress=False
-    )
+    drawn = (folder / "samples", model_dirs["gpt2"], prompts["prompt"], word_reward, settings)
+    sample_completions(*drawn, progress=False)
     return [str(folder / "run" / "negatives.jsonl"), str(folder / "samples")]
 
 

@@ -16,7 +16,7 @@ from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
-from ..conftest import build_model
+from ..conftest import WORDS, build_model, build_tokenizer
 from ..distributed_support import launcher, run_forked
 from ..reward_models import save_model
 
@@ -90,6 +90,12 @@ def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):
         path = ["--reward_model_path", save_model(tmp_path / "reward", "gpt2", tokenizer, num_labels=labels)[0]]
         assert main([*command[:place], *path, *command[place + 2 :], "--threshold", "0"]) == code
     assert "size" in capsys.readouterr().err
+
+
+def test_command_refuses_a_proposal_of_other_tokens(command, tmp_path, capsys):
+    build_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "proposal")
+    assert main([*command, "--threshold", "0"]) == 1
+    assert "has a tokenizer of its own, with 'bad' for the policy's token 3" in capsys.readouterr().err
 
 
 def test_command(command, tmp_path, capsys):
