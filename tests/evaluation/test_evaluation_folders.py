@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import functools
 import json
 import math
 
@@ -16,9 +17,8 @@ from trl_repulse.evaluation import _generation, records, sampling
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.evaluation.report import tail_report
-from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from ..conftest import word_reward
+from ..evaluation_support import sample as draw_samples
 
 
 MESSAGES = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
@@ -38,10 +38,7 @@ def with_template(tokenizer, end=""):
     return templated
 
 
-def sample(folder, model, prompts, tokenizer=None, reward=word_reward, engine_kwargs=None, **settings):
-    settings = SamplingSettings(**({"num_samples": 4, "max_completion_length": 2, "shard_size": 3} | settings))
-    options = {"tokenizer": tokenizer, "engine_kwargs": engine_kwargs, "progress": False}
-    return sample_completions(folder, model, prompts, reward, settings, **options)
+sample = functools.partial(draw_samples, max_completion_length=2, shard_size=3)
 
 
 def another(model_dirs, factor):
@@ -53,30 +50,31 @@ def another(model_dirs, factor):
 
 
 def test_another_chat_template_is_another_setting(tmp_path, model_dirs, tokenizer):
-    sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, with_template(tokenizer), length)
+    alike = {"reward": length, "tokenizer": with_template(tokenizer)}
+    sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, **alike)
     (tmp_path / "a" / "complete.json").unlink()
     (tmp_path / "a" / "shard-00001.parquet").unlink()
-    other = with_template(tokenizer, " sat")
+    other = {"reward": length, "tokenizer": with_template(tokenizer, " sat")}
     with pytest.raises(ValueError, match="begun with another `prompts.token_ids_sha256`"):
-        sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, other, length)
-    first = sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, with_template(tokenizer), length)
-    second = sample(tmp_path / "b", another(model_dirs, 0.1), MESSAGES, other, length)
+        sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, **other)
+    first = sample(tmp_path / "a", model_dirs["gpt2"], MESSAGES, **alike)
+    second = sample(tmp_path / "b", another(model_dirs, 0.1), MESSAGES, **other)
     with pytest.raises(ValueError, match="with another `prompts.token_ids_sha256`"):
         tail_report([first, second])
-    alike = sample(tmp_path / "c", another(model_dirs, 0.2), MESSAGES, with_template(tokenizer), length)
-    assert tail_report([first, alike]).seeds == 2
+    third = sample(tmp_path / "c", another(model_dirs, 0.2), MESSAGES, **alike)
+    assert tail_report([first, third]).seeds == 2
 
 
 def test_other_end_tokens_are_another_setting(tmp_path, model_dirs, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    first = sample(tmp_path / "a", model, ["the cat"], tokenizer)
+    first = sample(tmp_path / "a", model, ["the cat"], tokenizer=tokenizer)
     model.generation_config.eos_token_id = [5, tokenizer.eos_token_id]
     with pytest.raises(ValueError, match="begun with another `settings.end_token_ids`"):
-        sample(tmp_path / "a", model, ["the cat"], tokenizer)
+        sample(tmp_path / "a", model, ["the cat"], tokenizer=tokenizer)
     ends = another(model_dirs, 0.1)
     ends.generation_config.eos_token_id = 5
     with pytest.raises(ValueError, match="with another `settings.end_token_ids`"):
-        tail_report([first, sample(tmp_path / "b", ends, ["the cat"], tokenizer)])
+        tail_report([first, sample(tmp_path / "b", ends, ["the cat"], tokenizer=tokenizer)])
 
 
 @pytest.fixture

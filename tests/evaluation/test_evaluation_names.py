@@ -44,9 +44,8 @@ def test_a_folder_is_finished_with_the_same_weights_of_another_path(tmp_path, mo
     assert found.header == whole.header
     if kind == "classifier":
         with pytest.raises(ValueError, match=r"another `rewards.judge.arguments.dtype`"):
-            sample(
-                tmp_path / "s", *others[:1], ["the cat", "fish"], SequencePairReward(judge, dtype="float32"), others[1]
-            )
+            other = SequencePairReward(judge, dtype="float32")
+            sample(tmp_path / "s", others[0], ["the cat", "fish"], other, others[1])
     with pytest.raises(ValueError, match="begun with another `reference.weights`"):
         sample(tmp_path / "s", others[0], ["the cat", "fish"], judges[1], others[0])
 

@@ -28,11 +28,8 @@ def sample_of(indices, counts, models=(POLICY, PROPOSAL)):
 
 def draw(counts, models=(POLICY, PROPOSAL), seed=0):
     generator = torch.Generator().manual_seed(seed)
-    parts = [
-        torch.multinomial(model, n, replacement=True, generator=generator)
-        for model, n in zip(models, counts, strict=True)
-        if n
-    ]
+    drawn = [(model, n) for model, n in zip(models, counts, strict=True) if n]
+    parts = [torch.multinomial(model, n, replacement=True, generator=generator) for model, n in drawn]
     return sample_of(torch.cat(parts, dim=1), counts, models)
 
 
@@ -53,11 +50,8 @@ def test_estimate_and_variance_are_unbiased_by_enumeration():
         x = sample.log_w.exp() * (sample.rewards < THRESHOLD)
         value, its_variance = stratified_mean(x, counts)
         assert value == pytest.approx(min(prob_bad(sample, THRESHOLD).value, value))
-        mean, second, variance = (
-            mean + probability * value,
-            second + probability * value**2,
-            variance + probability * its_variance,
-        )
+        mean, second = mean + probability * value, second + probability * value**2
+        variance += probability * its_variance
     assert mean == pytest.approx(truth)
     assert variance == pytest.approx(second - truth**2)
 
@@ -124,9 +118,8 @@ def test_good_outputs_that_are_rare(chance, counts):
     models, rewards, held = torch.stack([policy, proposal][: len(counts)]), torch.tensor([-9.0, 0.0]), 0
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.cat(
-            [torch.multinomial(q, n, True, generator=generator) for q, n in zip(models, counts, strict=True)]
-        )
+        pairs = zip(models, counts, strict=True)
+        drawn = torch.cat([torch.multinomial(q, n, True, generator=generator) for q, n in pairs])
         sample = MixtureSample(rewards[drawn][None], models.log().T[drawn][None], counts)
         estimate = prob_bad(sample, -5.0)
         assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
@@ -274,9 +267,8 @@ def test_proposals_far_from_the_bad_outputs_are_not_called_reliable():
     for proposals in ((policy, policy), (policy, weak), (uneven, uneven)):
         poor = prob_bad(draw((40_000, 20_000, 20_000), (policy, *proposals)), THRESHOLD)
         assert poor.diagnostics.variance_ess > 20 and poor.diagnostics.unseen_share < 0.3
-        assert (
-            len(poor.reasons) == 1 and "The other components are far from the policy's bad outputs" in poor.reasons[0]
-        )
+        (reason,) = poor.reasons
+        assert "The other components are far from the policy's bad outputs" in reason
     good = prob_bad(draw((40_000, 20_000, 20_000), (policy, strong, strong)), THRESHOLD)
     assert good.diagnostics.efficiency > 0.05 and good.reliable
     # Where the policy draws more than a hundred bad outputs, these alone will do

@@ -18,6 +18,7 @@ from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
 from ..conftest import WORDS, build_model, build_tokenizer
 from ..distributed_support import launcher, run_forked
+from ..evaluation_support import write_inputs
 from ..reward_models import save_model
 
 
@@ -40,13 +41,9 @@ def command(tmp_path, model_dirs, tokenizer):
     base.name_or_path = model_dirs["gpt2"]
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
-    )
+    inputs = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
     arguments = ["rare-events", model_dirs["gpt2"], "--proposal", str(proposal), str(tmp_path / "adapter")]
-    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-    return [*arguments, "--max_completion_length", "2", "--num_samples", "60", "--num_proposal_samples", "40"]
+    return [*arguments, *inputs, "--num_samples", "60", "--num_proposal_samples", "40"]
 
 
 def test_report_holds_what_the_functions_return(sample):
@@ -168,11 +165,8 @@ def leaves(value, path=()):
     ("change", "message"),
     [
         ([], "Nothing is asked for"),
-        (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
         (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
         (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
-        (["--threshold", "0", "--divergence", "inf"], "`--divergence inf`"),
-        (["--threshold", "0", "--max_completion_length", "0"], "`max_completion_length=0` must be at least 1"),
         (["--threshold", "0", "--batch_size", "0"], "`batch_size=0` must be at least 1"),
         (["--level", "2"], "`level=2.0`"),
         (["--threshold", "nan"], "`--threshold nan`"),
