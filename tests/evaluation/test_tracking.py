@@ -16,25 +16,13 @@ from trl_repulse.evaluation.exact import ExactEvaluator
 from trl_repulse.evaluation.plots import _logged_panels, plot_training
 from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
 
-from ..conftest import USE_CPU
+from ..conftest import QUIET
 
 
 pytestmark = pytest.mark.trainer
 
-BASE = {
-    "max_completion_length": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "beta": 0.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "use_cpu": USE_CPU,
-    "bf16": False,
-    "activation_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+BASE = {"max_completion_length": 1, "per_device_train_batch_size": 8, "num_generations": 4, "beta": 0.0, **QUIET}
+BASE |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
 
 
 def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
