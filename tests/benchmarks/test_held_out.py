@@ -191,6 +191,7 @@ def test_conditional_fine_tuning(tiny_world, tmp_path):
     assert np.mean(gaps) > 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_npo(tmp_path, tokenizer):
     """The loss is the paper's; training lowers the probability of the completions, and leaves the reference."""
@@ -269,6 +270,7 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
         assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1
 
 
+@pytest.mark.thorough
 def test_wide_worlds_have_a_tail_of_words(tiny_world, tmp_path):
     """New words have their share of each token's probability, and the others theirs as before."""
     old = tiny_world.load_policy()

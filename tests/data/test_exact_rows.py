@@ -163,7 +163,7 @@ def flags_of(command, model, path, reward, folder):
         "evaluate": ["--num_samples", "2"],
         "attacks": ["--num_samples", "2", "--threshold", "1", "--prefill", "fish", "--augment"],
         "rare-events": ["--num_samples", "48", "--num_proposal_samples", "0", "--threshold", "1"],
-        "suggest": ["--num_samples", "60", "--output", str(folder)],
+        "suggest": ["--num_samples", "60", "--minutes", "2", "--output", str(folder)],
     }
     return [*named.get(command, [command, str(folder), "--model", model]), *prompts, *judge, *more[command]]
 

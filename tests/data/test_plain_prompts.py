@@ -63,7 +63,7 @@ def test_trainers_warn(make, said, chat, trainer_cls):
         "evaluate {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --thresholds 0.5",
         "rare-events {chat} --prompts {file} --num_samples 90 --max_completion_length 2 --threshold 0.5",
         "attacks {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --threshold 0.5",
-        "suggest --model {chat} --prompts {file} --num_samples 50 --max_completion_length 2 --max_steps 1",
+        "suggest --model {chat} --prompts {file} --num_samples 50 --max_completion_length 2 --minutes 2",
     ],
 )
 def test_commands_warn(said, chat, tmp_path, command):

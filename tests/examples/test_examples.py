@@ -164,6 +164,7 @@ def test_tracking_every(example, tmp_path):
     assert [entry["update"] for entry in read_results(tmp_path)["history"]] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_run(example, tmp_path):
     finals = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -172,12 +173,14 @@ def test_the_same_seed_gives_the_same_run(example, tmp_path):
     assert finals[0] == finals[1] != finals[2]
 
 
+@pytest.mark.thorough
 def test_more_prompts_an_update_than_there_are(example, tmp_path):
     example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
     results = read_results(tmp_path)
     assert (results["policy_updates"], results["samples"]) == (2, 1024)
 
 
+@pytest.mark.thorough
 def test_evaluation_by_sampling(example, tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "64"]
     example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--dataset_test_split", "train", *flags])

@@ -69,6 +69,7 @@ class TestTokenizer:
     def test_both_models_share_one_vocabulary(self, tokenizer):
         assert AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).get_vocab() == tokenizer.get_vocab()
 
+    @pytest.mark.thorough
     def test_every_pair_survives_decoding_and_encoding(self, tokenizer, prompts):
         """Text of prompt + completion gives back the ids of both, special tokens of the completion left out."""
         special = set(tokenizer.all_special_ids)
@@ -106,6 +107,7 @@ class TestGrammar:
         assert grammar.score("person", []) == -1.0
 
 
+@pytest.mark.thorough
 class TestExactNumbers:
     def test_rude_words_are_rare_but_possible(self, evaluator, policy):
         report = evaluator.evaluate(policy)

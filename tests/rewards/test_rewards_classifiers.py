@@ -368,6 +368,7 @@ def test_public_names():
         rewards.NoSuchReward  # noqa: B018
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_training_with_a_reward(make, pair):
     reward = SequencePairReward(pair[0])
