@@ -132,12 +132,6 @@ def test_samples_that_do_not_belong_together(tmp_path, changes, message):
         tail_report([load_samples(first), load_samples(third)], quantiles=[0.1])
 
 
-def test_missing_column(tmp_path):
-    samples = load_samples(write_samples(tmp_path / "s", np.zeros((1, 3))))
-    with pytest.raises(ValueError, match="no column of numbers `prompt`; it has reward, return"):
-        tail_report(samples, column="prompt")
-
-
 def test_negatives_against_enumeration(tmp_path, model_dirs, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
     rows = [("the cat", " bad"), ("the cat", " fish"), ("fish", " bad"), ("the cat", " bad")]
@@ -229,12 +223,6 @@ def test_ends_without_bounds_in_words():
     estimates = {name: Estimate(1.0, *ends, 5) for name, ends in names.items()}
     rows = [row.split(" | ")[2] for row in _markdown_table(estimates, 0.95)[2:]]
     assert rows == ["no interval", "at most 2", "at least 1", "1 to 2"]
-
-
-def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):
-    (tmp_path / "n.jsonl").write_text('{"prompt": "the cat", "completion": " bad"}\n', encoding="utf-8-sig")
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    assert negative_log_probs(model, tokenizer, tmp_path / "n.jsonl").count == 1
 
 
 @pytest.mark.parametrize(
