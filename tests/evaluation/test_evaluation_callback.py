@@ -68,24 +68,10 @@ def test_each_set_of_prompts_has_its_own_names(make, prompts):
 
 
 @pytest.mark.trainer
-def test_asynchronous_rewards_run_in_the_trainers_loop(make, prompts):
-    """A client belongs to the loop that it was made in, and training made it."""
-    loops = set()
-
-    async def reward(completions, **kwargs):
-        loops.add(asyncio.get_running_loop())
-        return [float(len(each)) for each in completions]
-
-    trainer = make(reward_funcs=reward)
-    trainer.add_callback(TailReportCallback(trainer, prompts, num_samples=2, every=1))
-    trainer.train()
-    assert loops == {trainer.async_loop}
-
-
-@pytest.mark.trainer
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
-    steps = []
+    """Asynchronous ones also the loop that training made, to which a client belongs."""
+    steps, loops = [], set()
 
     def reward(completions, trainer_state, log_extra, log_metric, **kwargs):
         steps.append((trainer_state.global_step, len(completions)))
@@ -94,6 +80,7 @@ def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
         return word_reward(completions)
 
     async def waiting(**columns):
+        loops.add(asyncio.get_running_loop())
         return reward(**columns)
 
     trainer = make(reward_funcs=waiting if asynchronous else reward)
@@ -101,7 +88,7 @@ def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
     trainer.add_callback(callback)
     trainer.train()
     assert [entry["update"] for entry in callback.history] == [2]
-    assert (2, 8) in steps
+    assert (2, 8) in steps and loops == ({trainer.async_loop} if asynchronous else set())
     logged = [entry["count"] for entry in trainer.state.log_history if "count" in entry]
     assert logged == [16.0, 16.0]  # of the trainer's own completions alone
 

@@ -19,7 +19,6 @@ from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 from ..conftest import WORDS, build_model, build_tokenizer
 from ..distributed_support import launcher, run_forked
 from ..evaluation_support import write_inputs
-from ..reward_models import save_model
 
 
 ROOT = Path(__file__).parents[2]
@@ -78,15 +77,6 @@ def test_scores_that_allow_no_forecast_cost_it_alone(sample):
         report = rare_event_report(each, [1.0], forecast_sizes=[10**6])
         assert report["prob_bad"][0]["value"] > 0 and reason in report["forecast"]["refused"]
         assert "No forecast: " in format_report(report)
-
-
-def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):
-    """A classifier of two labels would be read at the first."""
-    place = command.index("--reward_type")
-    for labels, code in ((1, 0), (2, 1)):
-        path = ["--reward_model_path", save_model(tmp_path / "reward", "gpt2", tokenizer, num_labels=labels)[0]]
-        assert main([*command[:place], *path, *command[place + 2 :], "--threshold", "0"]) == code
-    assert "size" in capsys.readouterr().err
 
 
 def test_command_refuses_a_proposal_of_other_tokens(command, tmp_path, capsys):
