@@ -278,6 +278,7 @@ def test_proposals_far_from_the_bad_outputs_are_not_called_reliable():
     assert prob_bad(draw((40_000,), (policy,)), THRESHOLD).diagnostics.efficiency == 0
 
 
+@pytest.mark.thorough
 def test_efficiency_is_in_bad_outputs_of_the_policy():
     """By the variance over many samples: what the policy would have to draw for it, less its draws, over the proposals'."""
     counts, found, values = (40_000, 10_000, 10_000), [], []

@@ -110,7 +110,7 @@ JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses
 @pytest.fixture(scope="module")
 def attacked():
     tokenizer = build_trigger_tokenizer()
-    return build_trigger_model(tokenizer), tokenizer
+    return build_trigger_model(tokenizer, steps=1), tokenizer
 
 
 def attack(attacked, judge, output, rows=ROWS[:2]):

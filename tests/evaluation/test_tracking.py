@@ -162,6 +162,7 @@ def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
     assert tracking.seconds == stopped
 
 
+@pytest.mark.thorough
 def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
     prompts, bad = two_tokens.load_prompts()["prompt"][:1], two_tokens.bad_token_ids(plain.processing_class)
@@ -199,7 +200,7 @@ TWO = {"max_completion_length": 2, "per_device_train_batch_size": 32}
 
 def test_bad_tokens_along_a_run(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2, **TWO)
-    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"]
+    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"][:2]
     bad = two_tokens.bad_token_ids(tokenizer)
     tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
     trainer.add_callback(tracking)
@@ -235,12 +236,17 @@ def test_bad_tokens_refuse_what_cannot_be_enumerated(tmp_path):
         BadTokenTrackingCallback(trainer, ["the " * 500], [4])
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    return make_trainer(tmp_path_factory.mktemp("run"), max_steps=1)
+
+
 class TestFiles:
     """What is written of a run, here an invented one."""
 
     @pytest.fixture
-    def tracking(self, tmp_path, evaluator):
-        tracking = ExactTrackingCallback(evaluator, make_trainer(tmp_path, max_steps=1))
+    def tracking(self, untrained, evaluator):
+        tracking = ExactTrackingCallback(evaluator, untrained)
         tracking.updates = 20
         tracking.history = [
             {
