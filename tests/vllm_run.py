@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 
-from .conftest import QUIET
 from .distributed_support import free_port, leave, start
 from .vllm_server import let_cpu_push
 
@@ -35,7 +34,11 @@ def main(folder: str, kind: str, urls: str = "") -> None:
     servers = [url for url in urls.split(",") if url]
     args = RePULSeConfig(
         output_dir=f"{folder}/run",
-        **QUIET,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
         max_steps=3,
         per_device_train_batch_size=8,
         num_generations=4,
