@@ -120,7 +120,8 @@ def test_history_without_a_proposal(tmp_path, evaluator):
 
 
 def test_a_second_run_starts_anew(tmp_path, evaluator):
-    trainer = make_trainer(tmp_path, max_steps=2)
+    """In micro-batches too."""
+    trainer = make_trainer(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     tracking = ExactTrackingCallback(evaluator, trainer)
     trainer.add_callback(tracking)
     trainer.train()
