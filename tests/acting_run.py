@@ -15,6 +15,7 @@ from accelerate import PartialState
 from examples.worlds import shop
 from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 
+from .conftest import QUIET
 from .distributed_support import leave, start
 
 
@@ -34,13 +35,7 @@ def main(folder, policy, method):
     start()
     args = RePULSeGRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
+        **QUIET,
         max_steps=2,
         per_device_train_batch_size=8,
         num_generations=4,

@@ -68,8 +68,18 @@ class PlainLogProbs:
 if USE_CPU and getattr(trl.trainer.utils, "_ChunkedLogProbFunction", True) is None:
     trl.trainer.utils._ChunkedLogProbFunction = PlainLogProbs
 
+# Fields of a short run, on the CPU as all others, that leaves nothing behind but its log
+QUIET = {"use_cpu": USE_CPU, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1}
+QUIET |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+
 DEVICE = torch.device("cpu") if USE_CPU else torch.accelerator.current_accelerator() or torch.device("cpu")
 about_the_cpu = pytest.mark.skipif(not USE_CPU, reason="is about the CPU")
+
+
+def also_thorough(*values):
+    """Parameters that repeat what another value of theirs shows, so that they have the marker `thorough`."""
+    return [pytest.param(value, marks=pytest.mark.thorough) for value in values]
+
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "ate", "fish", "bad"]
 BAD = 18  # " bad"
@@ -231,23 +241,9 @@ def build_trainer(trainer_cls, model, reward_funcs, dataset, output_dir, extra=N
     """A trainer of a tiny world; `extra` are arguments of the trainer, `kwargs` of its configuration."""
     from trl_repulse.configs import NegativeTermConfig
 
-    settings = {
-        "output_dir": str(output_dir),
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "max_steps": 2,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 2,
-        "beta": 0.0,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-    }
+    settings = {"output_dir": str(output_dir), "max_steps": 2, "beta": 0.0, **QUIET}
+    settings |= {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 2}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     if issubclass(trainer_cls._config_cls, NegativeTermConfig):
         settings |= {"proposal": "learned", "potential": "tilted", "target_dist_beta": -2.0}
         settings |= {"alpha": 1.0, "alpha_normalization": "samples"}

@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from trl_repulse import PPOConfig, PPOTrainer
 
-from .conftest import build_model, build_tokenizer, word_reward
+from .conftest import QUIET, build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
 from .recorded import POLICY, PROMPTS, N, build_reward_model, recorded
 
@@ -25,12 +25,7 @@ def main(folder: str, batch_size: str, accumulation: str, variant: str) -> None:
     tokenizer = build_tokenizer()
     args = PPOConfig(
         output_dir=f"{folder}/run",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
+        **QUIET,
         max_steps=STEPS,
         per_device_train_batch_size=int(batch_size),
         gradient_accumulation_steps=int(accumulation),

@@ -14,7 +14,7 @@ from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.models._adapters import adapter_layers
 from trl_repulse.trainers import reinforce_trainer
 
-from .conftest import build_model, build_tokenizer, word_reward
+from .conftest import QUIET, build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
 from .recorded import PROMPTS, N, recorded
 
@@ -134,12 +134,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     tokenizer = build_tokenizer()
     settings = {
         "output_dir": f"{folder}/run",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
+        **QUIET,
         "max_steps": STEPS,
         "per_device_train_batch_size": int(batch_size),
         "per_device_eval_batch_size": N // int(os.environ.get("WORLD_SIZE", "1")),  # a prompt, cut over processes

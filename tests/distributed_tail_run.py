@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.evaluation.callback import TailReportCallback
 
+from .conftest import QUIET
 from .distributed_support import leave, start
 
 
@@ -17,20 +18,14 @@ PROMPTS = ["the cat", "fish", "a dog ran"]
 
 def reward(prompts, completions, **kwargs):
     """Which prompt it was, and a little for the completion: means tell whether rewards went to their prompts."""
-    return [
-        10.0 * PROMPTS.index(prompt) + 0.01 * len(completion)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    pairs = zip(prompts, completions, strict=True)
+    return [10.0 * PROMPTS.index(prompt) + 0.01 * len(completion) for prompt, completion in pairs]
 
 
 def main(folder: str) -> None:
     args = RePULSeConfig(
         output_dir=f"{folder}/run",
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
+        **QUIET,
         max_steps=3,
         per_device_train_batch_size=4,
         num_generations=4,
@@ -50,14 +45,8 @@ def main(folder: str) -> None:
     trainer.add_callback(callback)
     trainer.train()
     if trainer.accelerator.is_main_process:
-        reports = [
-            {
-                "update": entry["update"],
-                "mean": entry["report"]["mean"].value,
-                "samples": entry["report"]["mean"].samples,
-            }
-            for entry in callback.history
-        ]
+        found = [(entry["update"], entry["report"]["mean"]) for entry in callback.history]
+        reports = [{"update": update, "mean": mean.value, "samples": mean.samples} for update, mean in found]
         print(json.dumps({"world_size": trainer.accelerator.num_processes, "reports": reports}))
     leave()
 

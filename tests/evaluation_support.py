@@ -1,5 +1,7 @@
 """What the evaluation's tests share: small sample sets, and a run of the sampler for a process that is killed."""
 
+import json
+
 import numpy as np
 import pyarrow as pa
 
@@ -7,6 +9,15 @@ from trl_repulse.evaluation import records
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
 from .conftest import word_reward
+
+
+def write_inputs(folder, rewards="[0.0 for _ in completions]", prompts=("the cat", "fish")):
+    """Prompts and a reward function in files, which the expression `rewards` returns; the flags that name them."""
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "mine.py").write_text(f"def reward(prompts, completions, **columns):\n    return {rewards}\n")
+    flags = ["--prompts", str(folder / "prompts.jsonl"), "--reward_type", f"{folder / 'mine.py'}:reward"]
+    return [*flags, "--max_completion_length", "2"]
 
 
 def write_samples(folder, values, weights="w", prompts=None, shards=1, completions=None, **settings):
@@ -38,10 +49,10 @@ def write_samples(folder, values, weights="w", prompts=None, shards=1, completio
     return folder
 
 
-def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, **settings):
+def sample(folder, model, prompts, reward=word_reward, reference=None, tokenizer=None, engine_kwargs=None, **settings):
     """Few and short completions, in several shards."""
     settings = SamplingSettings(**({"num_samples": 4, "max_completion_length": 3, "shard_size": 5} | settings))
-    options = {"reference": reference, "tokenizer": tokenizer, "progress": False}
+    options = {"reference": reference, "tokenizer": tokenizer, "engine_kwargs": engine_kwargs, "progress": False}
     return sample_completions(folder, model, prompts, reward, settings, **options)
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from trl_repulse import PPOConfig, PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 
-from .conftest import build_model, build_tokenizer
+from .conftest import QUIET, build_model, build_tokenizer
 from .distributed_support import leave, start
 
 
@@ -85,10 +85,7 @@ def evaluate(folder, name: str, batch_size: int, generations: int, stream: bool 
     trainer_cls, tokenizer = TRAINERS[name], build_tokenizer()
     args = trainer_cls._config_cls(
         output_dir=f"{folder}/{name}",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
+        **QUIET,
         per_device_train_batch_size=8,
         per_device_eval_batch_size=batch_size,
         num_generations=2,

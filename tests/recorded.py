@@ -15,7 +15,7 @@ from transformers import (
 
 from trl_repulse import PPOTrainer
 
-from .conftest import USE_CPU, build_model, word_reward
+from .conftest import QUIET, build_model, word_reward
 
 
 N = 4
@@ -80,12 +80,7 @@ def prepare(
     """
     settings = {
         "output_dir": str(folder / "run"),
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
+        **QUIET,
         "max_steps": 1,
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": accumulation,

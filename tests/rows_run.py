@@ -16,7 +16,7 @@ from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer, RePULSePPOConfig,
 from trl_repulse.models._deepspeed import gathered
 from trl_repulse.models._fsdp import whole
 
-from .conftest import build_model, build_tokenizer, word_reward
+from .conftest import QUIET, build_model, build_tokenizer, word_reward
 from .distributed_support import engine_name, leave, start
 from .recorded import POLICY, PROPOSAL, build_reward_model
 
@@ -60,13 +60,7 @@ def train(folder, rows, method):
     config_cls, settings = METHODS[method]
     args = config_cls(
         output_dir=str(folder / "out"),
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
+        **QUIET,
         max_steps=2,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=2,

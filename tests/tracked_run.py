@@ -37,7 +37,6 @@ trainer.train()
 if "wandb" in sys.argv:
     import wandb
 
-    print(
-        json.dumps({name: value for name, value in dict(wandb.run.summary).items() if isinstance(value, int | float)})
-    )
+    metrics = dict(wandb.run.summary)
+    print(json.dumps({name: value for name, value in metrics.items() if isinstance(value, int | float)}))
     wandb.finish()

@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 from trl_repulse import PPOConfig, PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.generation import _engine
 
-from .conftest import word_reward
+from .conftest import QUIET, word_reward
 
 
 LOG_P = -2.5
@@ -51,11 +51,7 @@ def main(model: str, output: str) -> None:
     for name, (trainer_cls, config_cls, settings) in TRAINERS.items():
         args = config_cls(
             output_dir=str(Path(output).parent / name),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
+            **QUIET,
             max_steps=1,
             per_device_train_batch_size=4,
             num_generations=4,
@@ -63,7 +59,6 @@ def main(model: str, output: str) -> None:
             beta=0.0,
             use_vllm=True,
             vllm_mode="server",
-            disable_tqdm=True,
             **settings,
         )
         trainer = trainer_cls(model, word_reward, args=args, train_dataset=prompts, processing_class=tokenizer)

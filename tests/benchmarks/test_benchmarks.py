@@ -55,8 +55,6 @@ def test_same_bits(tmp_path):
         f"{str(file)!r}]; same_bits.main()"
     )
     done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, cwd=ROOT)
-    assert re.match(
-        r"hot, constraint: (policy; )?log; first after update 2 in .*constraint/multiplier",
-        without_others(done.stdout),
-    )
+    differs = r"hot, constraint: (policy; )?log; first after update 2 in .*constraint/multiplier"
+    assert re.match(differs, without_others(done.stdout))
     assert done.returncode == 1 and done.stderr.endswith("1 of 1 runs differ\n")

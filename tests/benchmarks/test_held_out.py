@@ -146,15 +146,11 @@ def test_offline_data():
     drawn = [RewardedCompletion("a", f" {r}", float(r)) for r in (-6, -5, -1, 0, 1, 2, 3, 4)]
     drawn += [RewardedCompletion("b", f" {r}", float(r)) for r in (1, 7)] + [RewardedCompletion("c", " x", 2.0)]
     pairs = offline.data_of("dpo", drawn, -4.0)
-    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in pairs] == [
-        ("a", " 4", " -6"),
-        ("a", " 3", " -5"),
-        ("b", " 7", " 1"),
-    ]
+    expected = [("a", " 4", " -6"), ("a", " 3", " -5"), ("b", " 7", " 1")]
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in pairs] == expected
     unpaired = [tuple(row.values()) for row in offline.data_of("kto", drawn, -4.0)]
-    assert unpaired == [
-        (row["prompt"], row[side], side == "chosen") for row in pairs for side in ("chosen", "rejected")
-    ]
+    sides = ("chosen", "rejected")
+    assert unpaired == [(row["prompt"], row[side], side == "chosen") for row in pairs for side in sides]
     assert [row["completion"] for row in offline.data_of("npo", drawn, -4.0)] == [" -6", " -5"]
     assert [row["completion"] for row in offline.data_of("raft", drawn, -4.0)] == [" 4", " 7", " x"]
 
@@ -195,16 +191,14 @@ def test_conditional_fine_tuning(tiny_world, tmp_path):
     assert np.mean(gaps) > 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_npo(tmp_path, tokenizer):
     """The loss is the paper's; training lowers the probability of the completions, and leaves the reference."""
     model, reference = (build_model("gpt2", len(tokenizer)) for _ in range(2))
-    rows = Dataset.from_list(
-        [{"prompt": "the cat", "completion": " ate bad"}, {"prompt": "the dog", "completion": " bad"}]
-    )
-    args = offline.NPOConfig(
-        **offline.COMMON | {"output_dir": str(tmp_path), "learning_rate": 1e-2, "beta": 0.5, "max_steps": 10}
-    )
+    rows = Dataset.from_dict({"prompt": ["the cat", "the dog"], "completion": [" ate bad", " bad"]})
+    settings = {"output_dir": str(tmp_path), "learning_rate": 1e-2, "beta": 0.5, "max_steps": 10}
+    args = offline.NPOConfig(**offline.COMMON | settings)
     trainer = offline.NPOTrainer(model, args, train_dataset=rows, processing_class=tokenizer, ref_model=reference)
 
     def score(of):
@@ -276,6 +270,7 @@ def test_offline_methods(tiny_world, tmp_path, name, rounds):
         assert gain("completion") * {"npo": -1, "raft": 1}[name] > 1
 
 
+@pytest.mark.thorough
 def test_wide_worlds_have_a_tail_of_words(tiny_world, tmp_path):
     """New words have their share of each token's probability, and the others theirs as before."""
     old = tiny_world.load_policy()

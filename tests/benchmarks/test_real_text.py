@@ -89,13 +89,8 @@ def chain():
 
 def test_densities_and_samples(chain):
     model, prompts, every = chain
-    samplers = [
-        sampling.POLICY,
-        sampling.at_temperature(2.0),
-    ]
-    exact = torch.stack(
-        [sampling.densities(model, prompts, torch.full((len(every),), i), every, samplers) for i in (0, 1)]
-    )
+    samplers, places = [sampling.POLICY, sampling.at_temperature(2.0)], torch.zeros(len(every), dtype=torch.long)
+    exact = torch.stack([sampling.densities(model, prompts, places + i, every, samplers) for i in (0, 1)])
     # A token 0 in the midst of a completion is padding only behind an end token, so completions differ by their tokens alone
     torch.testing.assert_close(exact.exp().sum(dim=1), torch.ones(2, len(samplers), dtype=torch.double))
     place = {tuple(row): i for i, row in enumerate(every.tolist())}
@@ -121,9 +116,8 @@ def world(text, tmp_path, monkeypatch):
     monkeypatch.setattr(Length, "left", 10**9)
     options = "--judges length --lengths 6 --prompts 10 4 --calibration 30".split()
     settings = [f"--{name}={value}" for name, value in asdict(SETTINGS).items()]
-    monkeypatch.setattr(
-        sys, "argv", ["build", str(text), f"--output_dir={tmp_path / 'rt'}", *options, *settings, *ACCELERATOR]
-    )
+    argv = ["build", str(text), f"--output_dir={tmp_path / 'rt'}", *options, *settings, *ACCELERATOR]
+    monkeypatch.setattr(sys, "argv", argv)
     for _ in range(2):  # the second time it is there
         build.main()
         monkeypatch.setattr(build, "sample", None)

@@ -1,6 +1,7 @@
 """Conversations that cannot be used: refused in one line with their row, wherever prompts are read, before anything is drawn."""
 
 import json
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -10,8 +11,8 @@ from trl.trainer import grpo_trainer
 from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
-from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.data import drop_long_prompts, load_prompts
+from trl_repulse.data._prompts import check_conversations
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.gcg.config import GCGConfig
 from trl_repulse.evaluation.gcg.evaluator import evaluate_gcg
@@ -87,35 +88,43 @@ def nothing_loaded(monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        *(pytest.param([prompt, GOOD], WRONG, id=kind) for kind, prompt in MALFORMED.items()),
+        *(([prompt] * 2, WRONG) for prompt in (3, TURN, ["the cat"])),
+        ([GOOD] * 15 + [[]], "Row 16 of `{}` has an empty `prompt`"),
+        ([GOOD, ANSWERED], ENDS),
+        (["the cat", GOOD], "Row 2 of `{}` differs in kind from row 1"),
+    ],
+)
+def test_prompts_that_cannot_be_used(rows, message):
+    with pytest.raises(ValueError, match=message.format("prompts")) as error:
+        check_conversations(rows, "`prompts`")
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("name", NO_VARIABLES)
+def test_template_variables_that_are_none(name):
+    with pytest.raises(ValueError, match=SET.format(name)):
+        SamplingSettings(chat_template_kwargs={name: NO_VARIABLES[name]})
+    SamplingSettings(chat_template_kwargs={"tools": [], "thinking": True})  # without a trainer to give tools to
+
+
 @pytest.mark.trainer
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
 class TestTrainers:
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            *(pytest.param([prompt] * 16, WRONG, id=kind) for kind, prompt in MALFORMED.items()),
-            *(([prompt] * 16, WRONG) for prompt in (3, TURN, ["the cat"])),
-            ([GOOD] * 15 + [[]], "Row 16 of `{}` has an empty `prompt`"),
-            ([GOOD, ANSWERED] * 8, ENDS),
-        ],
-    )
-    def test_prompts_that_cannot_be_used(self, make, nothing_loaded, trainer_cls, rows, message):
-        refused = Dataset.from_list([{"prompt": prompt} for prompt in rows])
-        with pytest.raises(ValueError, match=message.format("train_dataset")) as error:
+    def test_prompts_are_checked_before_a_model_is_loaded(self, make, nothing_loaded, trainer_cls):
+        refused = Dataset.from_list([{"prompt": prompt} for prompt in [GOOD, ANSWERED] * 8])
+        with pytest.raises(ValueError, match=ENDS.format("train_dataset")):
             make(trainer_cls, dataset=refused)
-        assert one_line(error)
         for name, given in (("eval_dataset", refused), ("hard", {"hard": refused})):
-            with pytest.raises(ValueError, match=message.format(name)):
+            with pytest.raises(ValueError, match=ENDS.format(name)):
                 make(trainer_cls, dataset=rows_of(GOOD), extra={"eval_dataset": given})
-
-    @pytest.mark.parametrize("name", NO_VARIABLES)
-    def test_template_variables_that_are_none(self, make, nothing_loaded, trainer_cls, name):
-        with pytest.raises(ValueError, match=SET.format(name)):
-            make(trainer_cls, dataset=rows_of(GOOD), chat_template_kwargs={name: NO_VARIABLES[name]})
         with pytest.raises(ValueError, match=SET.format("tools")):
             make(trainer_cls, dataset=rows_of(GOOD), chat_template_kwargs='{"tools": []}')
 
-    def test_templates(self, make, chat_tokenizer, trainer_cls):
+    def test_templates(self, make, chat_tokenizer, tokenizer, judge, trainer_cls):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("train_dataset")) as error:
             make(trainer_cls, dataset=rows_of(GOOD))
         assert one_line(error)
@@ -125,46 +134,34 @@ class TestTrainers:
         with pytest.raises(ValueError, match=REFUSED.format("train_dataset")) as error:
             make(trainer_cls, dataset=dataset, extra={"processing_class": chat_tokenizer})
         assert one_line(error)
-
-    def test_a_reward_model_without_a_template(self, make, chat_tokenizer, tokenizer, judge, trainer_cls):
         extra = {"processing_class": chat_tokenizer, "reward_processing_classes": tokenizer}
-        with pytest.raises(
-            ValueError, match="Row 1 of `train_dataset`, as the reward model 'judge' reads it, is a conv"
-        ) as error:
+        read = "Row 1 of `train_dataset`, as the reward model 'judge' reads it, is a conv"
+        with pytest.raises(ValueError, match=read) as error:
             make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra)
         assert one_line(error)
         extra["reward_processing_classes"] = chat_tokenizer
         make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra).train()
 
     @pytest.mark.thorough
-    @pytest.mark.parametrize("kind", ["no content", "other keys", "empty", "mixed"])
-    @pytest.mark.parametrize("share", ["auto", False])
-    def test_streams_at_the_first_batch(self, make, chat_tokenizer, trainer_cls, kind, share):
+    @pytest.mark.parametrize(
+        ("prompts", "fault"),
+        [
+            ([GOOD, []], r"Row \d+ of a batch of the data set has an empty"),
+            ([GOOD, MALFORMED["no content"]], r"Row \d+ of a batch of the data set has a"),
+            ([GOOD, "the cat"], r"Row \d+ of a batch of the data set differs"),
+            ([[TURN, TURN]] * 2, "Row 1 of a batch, with the roles user, user, is refused .*must alternate"),
+        ],
+    )
+    def test_streams(self, make, chat_tokenizer, trainer_cls, prompts, fault):
         """The first rows are read at set-up if prompts are to be shared, the others in training."""
-        prompts = {"empty": [GOOD, []], "mixed": [GOOD, "the cat"]}.get(kind) or [GOOD, MALFORMED[kind]]
         stream = IterableDataset.from_generator(lambda: iter([{"prompt": prompt} for prompt in prompts * 8]))
-        settings = {"extra": {"processing_class": chat_tokenizer}, "num_generations": 2, "share_prompts": share}
-        trainer = None if share else make(trainer_cls, dataset=stream, **settings)
-        with pytest.raises(
-            ValueError, match=r"Row \d+ of a batch of the data set (has a|has an empty|differs)"
-        ) as error:
-            make(trainer_cls, dataset=stream, **settings) if share else trainer.train()
+        settings = {"dataset": stream, "extra": {"processing_class": chat_tokenizer}, "num_generations": 2}
+        with pytest.raises(ValueError, match=fault) as error:
+            make(trainer_cls, **settings)
         assert one_line(error)
-
-    @pytest.mark.thorough
-    def test_streams_that_the_template_refuses(self, make, chat_tokenizer, tokenizer, trainer_cls):
-        stream = IterableDataset.from_generator(lambda: iter([{"prompt": [TURN, TURN]}] * 16))
-        refused = "Row 1 of a batch, with the roles user, user, is refused .*must alternate"
-        missing = "Row 1 of a batch is a conversation, but the tokenizer has no chat template"
-        for own, message in ((chat_tokenizer, refused), (build_tokenizer(), missing)):
-            settings = {"dataset": stream, "extra": {"processing_class": own}}
-            with pytest.raises(ValueError, match=message) as error:  # where the first rows are read at set-up
-                make(trainer_cls, **settings)
-            assert one_line(error)
-            trainer = make(trainer_cls, share_prompts=False, **settings)
-            with pytest.raises(ValueError, match=message) as error:
-                trainer.train()
-            assert one_line(error)
+        trainer = make(trainer_cls, share_prompts=False, **settings)
+        with pytest.raises(ValueError, match=fault):
+            trainer.train()
 
     def test_conversations_that_are_well_formed(self, make, chat_tokenizer, trainer_cls):
         """Roles of several kinds; a row that is made as it is read is looked at only then."""
@@ -186,17 +183,10 @@ class TestEvaluation:
         model = build_model("gpt2", len(build_tokenizer()))
 
         def read(prompts, tokenizer):
-            settings = SamplingSettings(num_samples=1, max_completion_length=2)
             if request.param == "sampling":
-                return sample_completions(
-                    tmp_path / "s",
-                    model_dirs["gpt2"],
-                    prompts,
-                    silent,
-                    settings,
-                    tokenizer=tokenizer,
-                    progress=False,
-                )
+                settings = SamplingSettings(num_samples=1, max_completion_length=2)
+                options = {"tokenizer": tokenizer, "progress": False}
+                return sample_completions(tmp_path / "s", model_dirs["gpt2"], prompts, silent, settings, **options)
             if request.param == "draw":
                 return draw([model], tokenizer, prompts, silent, [2], 2)
             if request.param == "temperature":
@@ -208,42 +198,29 @@ class TestEvaluation:
 
         return read
 
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            *(pytest.param([prompt, GOOD], WRONG, id=kind) for kind, prompt in MALFORMED.items()),
-            ([GOOD, ANSWERED], ENDS),
-            ([GOOD, [TURN, TURN]], REFUSED),
-            (["the cat", GOOD], "Row 2 of `{}` differs in kind from row 1"),
-            ([GOOD, []], "Row 2 of `{}` has an empty `prompt`"),
-        ],
-    )
-    def test_prompts_that_cannot_be_used(self, read, chat_tokenizer, rows, message):
-        with pytest.raises(ValueError, match=message.format("prompts")) as error:
-            read(rows, chat_tokenizer)
-        assert one_line(error)
-
-    def test_a_tokenizer_with_and_without_a_template(self, read, tokenizer, chat_tokenizer):
+    def test_prompts_and_templates_are_checked(self, read, tokenizer, chat_tokenizer):
         read([GOOD], chat_tokenizer)
-        with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")) as error:
-            read([GOOD], tokenizer)
-        assert one_line(error)
+        for own, prompts, message in (
+            (chat_tokenizer, [GOOD, ANSWERED], ENDS),
+            (chat_tokenizer, [GOOD, [TURN, TURN]], REFUSED),
+            (tokenizer, [GOOD], NO_TEMPLATE),
+        ):
+            with pytest.raises(ValueError, match=message.format("prompts")) as error:
+                read(prompts, own)
+            assert one_line(error)
 
-    @pytest.mark.parametrize("name", NO_VARIABLES)
-    def test_template_variables_that_are_none(self, tmp_path, chat_tokenizer, name):
-        model, variables = build_model("gpt2", len(chat_tokenizer)), {name: NO_VARIABLES[name]}
+    def test_template_variables_are_checked(self, tmp_path, chat_tokenizer):
+        model, variables = build_model("gpt2", len(chat_tokenizer)), {"chat_template_kwargs": {"tokenize": True}}
         path = tmp_path / "negatives.jsonl"
         path.write_text(json.dumps({"prompt": GOOD, "completion": " bad"}))
         for refused in (
-            lambda: SamplingSettings(chat_template_kwargs=variables),
-            lambda: GCGConfig(chat_template_kwargs=variables),
-            lambda: draw([model], chat_tokenizer, [GOOD], silent, [2], 2, chat_template_kwargs=variables),
-            lambda: negative_log_probs(model, chat_tokenizer, path, chat_template_kwargs=variables),
-            lambda: drop_long_prompts(rows_of(GOOD), chat_tokenizer, 9, variables),
+            lambda: GCGConfig(**variables),
+            lambda: draw([model], chat_tokenizer, [GOOD], silent, [2], 2, **variables),
+            lambda: negative_log_probs(model, chat_tokenizer, path, **variables),
+            lambda: drop_long_prompts(rows_of(GOOD), chat_tokenizer, 9, *variables.values()),
         ):
-            with pytest.raises(ValueError, match=SET.format(name)):
+            with pytest.raises(ValueError, match=SET.format("tokenize")):
                 refused()
-        SamplingSettings(chat_template_kwargs={"tools": [], "thinking": True})  # without a trainer to give tools to
 
     def test_sampling_refuses_before_a_model_is_loaded(self, tmp_path, model_dirs, tokenizer, nothing_loaded):
         with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")):
@@ -252,16 +229,11 @@ class TestEvaluation:
             sample_completions(tmp_path / "s", model_dirs["gpt2"], rows_of([{"role": "user"}]), silent)
 
     def test_a_reward_model_without_a_template(self, tmp_path, model_dirs, chat_tokenizer, tokenizer, judge):
-        with pytest.raises(
-            ValueError,
-            match="completion, as the reward model 'judge' reads it, is a conversation, but the tokenizer has no chat",
-        ):
-            sample_completions(
-                *(tmp_path / "s", model_dirs["gpt2"], [GOOD], judge, SamplingSettings(max_completion_length=2)),
-                tokenizer=chat_tokenizer,
-                reward_processing_classes=[tokenizer],
-                progress=False,
-            )
+        settings = SamplingSettings(max_completion_length=2)
+        options = {"tokenizer": chat_tokenizer, "reward_processing_classes": [tokenizer], "progress": False}
+        read = "completion, as the reward model 'judge' reads it, is a conversation, but the tokenizer has no chat"
+        with pytest.raises(ValueError, match=read):
+            sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], judge, settings, **options)
 
     def test_exact_evaluation_is_of_plain_text(self, chat_tokenizer):
         with pytest.raises(ValueError, match="Exact evaluation needs plain-text prompts"):
@@ -270,9 +242,7 @@ class TestEvaluation:
     def test_long_prompts(self, tokenizer, chat_tokenizer):
         prompts = Dataset.from_list([{"prompt": GOOD}, {"prompt": [TURN, TURN]}])
         for data in (prompts, prompts.to_iterable_dataset()):
-            with pytest.raises(
-                ValueError, match="Row 1 of the prompts is a conversation, but the tokenizer has no chat"
-            ):
+            with pytest.raises(ValueError, match="Row 1 of the prompts is a conversation, but the tokenizer has no"):
                 list(drop_long_prompts(data, tokenizer, 9))
             with pytest.raises(ValueError, match="Row 2 of the prompts, with the roles user, user, is refused"):
                 list(drop_long_prompts(data, chat_tokenizer, 9))
@@ -281,32 +251,22 @@ class TestEvaluation:
         model, path = build_model("gpt2", len(tokenizer)), tmp_path / "negatives.jsonl"
         for prompt, own, message in (
             (GOOD, tokenizer, "The prompt in line 1 of .* is a conversation, but the tokenizer has no chat"),
-            (
-                [{"content": "fish"}],
-                chat_tokenizer,
-                "Line 1 of .* has a `prompt` that is neither text nor a list of messages",
-            ),
+            ([{"content": "fish"}], chat_tokenizer, "Line 1 of .* has a `prompt` that is neither text nor a list of"),
             (ANSWERED, chat_tokenizer, "Line 1 of .* ends in a message of the assistant"),
         ):
             path.write_text(json.dumps({"prompt": prompt, "completion": " bad"}))
             with pytest.raises(ValueError, match=message):
                 negative_log_probs(model, own, path)
 
-    @pytest.mark.parametrize(
-        ("messages", "message"),
-        [
-            *((messages, "has a") for messages in [*MALFORMED.values(), []]),
-            (ANSWERED, "ends in a message of the assistant"),
-        ],
-    )
-    def test_attacks(self, chat_tokenizer, messages, message):
-        with pytest.raises(ValueError, match=f"The conversation that is attacked {message}") as error:
-            build_prompt(chat_tokenizer, messages, " ran")
-        assert one_line(error)
-
-    def test_attacks_that_the_template_refuses(self, tmp_path, chat_tokenizer):
-        with pytest.raises(ValueError, match="conversation that is attacked, with the roles user, user, is refused"):
-            build_prompt(chat_tokenizer, [TURN, TURN], " ran")
+    def test_attacks(self, tmp_path, chat_tokenizer):
+        for messages, message in (
+            (MALFORMED["no role"], "The conversation that is attacked has a"),
+            (ANSWERED, "The conversation that is attacked ends in a message of the assistant"),
+            ([TURN, TURN], "conversation that is attacked, with the roles user, user, is refused"),
+        ):
+            with pytest.raises(ValueError, match=message) as error:
+                build_prompt(chat_tokenizer, messages, " ran")
+            assert one_line(error)
         chat_tokenizer.chat_template = "{{ raise_exception('No users') }}"
         rows, model = [{"goal": "the cat", "target": " ran"}], build_model("gpt2", len(chat_tokenizer))
         with pytest.raises(
@@ -315,89 +275,33 @@ class TestEvaluation:
             evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out")
 
 
-class TestCommands:
-    """What a user of a command sees: one line, and no traceback."""
-
-    @pytest.fixture
-    def start(self, tmp_path, model_dirs):
-        (tmp_path / "mine.py").write_text(
-            "def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
-        )
-        reward = ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2"]
-        return {
-            "evaluate": ["evaluate", str(tmp_path / "s"), "--model", model_dirs["gpt2"], *reward],
-            "rare-events": ["rare-events", model_dirs["gpt2"], "--threshold", "-1", *reward],
-        }
-
-    @pytest.mark.parametrize("command", ["evaluate", "rare-events"])
-    @pytest.mark.parametrize(
-        ("name", "text", "message"),
-        [
-            ("p.jsonl", '{"prompt": [{"role": "user", "content": "the cat"}]}', "Row 1 of `prompts` is a conversation, but the"),
-            ("p.jsonl", '{"prompt": [{"role": "user"}]}', "neither text nor a list of messages"),
-            ("p.jsonl", '{"prompt": ' + "[" * 100_000, "nested too deeply"),
-            ("p.csv", 'prompt,tag\n"a,b\nc,d\n', "has a quote that is not balanced"),
-            ("p.csv", "question\na\n", "only question; name the one that holds the prompts with `load_prompts(column=...)`"),
-            ("p.jsonn", None, "p.jsonn`, and no data set of that name could be loaded from the Hugging Face Hub"),
-        ],
-    )  # fmt: skip
-    def test_prompts(self, start, tmp_path, capsys, nothing_loaded, monkeypatch, command, name, text, message):
-        monkeypatch.chdir(tmp_path)
-        if text is not None:
-            (tmp_path / name).write_text(text)
-        assert main([*start[command], "--prompts", name]) == 1
-        err = capsys.readouterr().err
-        assert message in err and "Traceback" not in err
-        assert err.startswith(f"trl-repulse {command}: ") and err.count("\n") == 1
-
-    def test_attack_tables(self, tmp_path, model_dirs, capsys, nothing_loaded):
-        (tmp_path / "t.csv").write_text('goal,target\n"a,b\nc,d\n')
-        arguments = [
-            "--table",
-            str(tmp_path / "t.csv"),
-            "--output",
-            str(tmp_path / "o.jsonl"),
-            "--reward_type",
-            "refusal",
-        ]
-        assert main(["gcg", "--model_name_or_path", model_dirs["gpt2"], *arguments]) == 1
-        err = capsys.readouterr().err
-        assert "in the row that begins at line 2, has a quote that is not balanced" in err and err.count("\n") == 1
-
-    @pytest.mark.trainer
-    @pytest.mark.parametrize("flags", [[], ["--max_prompt_length", "8"]])
-    def test_scripts(self, tmp_path, monkeypatch, flags):
-        from trl_repulse import ReinforceConfig
-        from trl_repulse.cli.arguments import TrainingScriptArguments, parse
-        from trl_repulse.cli.scripts import run
-
-        prompts = tmp_path / "p.jsonl"
-        prompts.write_text('{"prompt": [{"role": "user", "content": "the waiter"}]}\n' * 16)
-        config = tmp_path / "c.yaml"
-        config.write_text("max_completion_length: 2\nreport_to: none\nuse_cpu: true\nbf16: false\n")
-        argv = ["--output_dir", str(tmp_path / "out"), "--dataset_name", str(prompts), "--config", str(config), *flags]
-
-        def script():
-            run(ReinforceTrainer, *parse(argv, (TrainingScriptArguments, ReinforceConfig), config), "REINFORCE")
-
-        with pytest.raises(SystemExit) as exit:
-            main_or_exit(script)
-        assert "is a conversation, but the tokenizer has no chat template" in str(exit.value)
-        assert str(exit.value).startswith("error: Row 1 of ") and "\n" not in str(exit.value)
+@pytest.mark.parametrize("command", ["evaluate", "rare-events"])
+def test_commands_answer_with_one_line(tmp_path, model_dirs, capsys, nothing_loaded, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    Path("p.jsonl").write_text(json.dumps({"prompt": GOOD}))
+    start = {
+        "evaluate": ["s", "--model", model_dirs["gpt2"]],
+        "rare-events": [model_dirs["gpt2"], "--threshold", "-1"],
+    }
+    flags = ["--reward_type", "mine.py:reward", "--max_completion_length", "2", "--prompts", "p.jsonl"]
+    assert main([command, *start[command], *flags]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"trl-repulse {command}: Row 1 of `prompts` is a conversation, but the")
+    assert "Traceback" not in err and err.count("\n") == 1
 
 
 def test_names_that_are_no_file(tmp_path, monkeypatch):
     """Offline, as the tests are, and where the Hub knows no such name."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "datasets.config.HF_DATASETS_CACHE", tmp_path
-    )  # folders of these names may have been loaded before
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)  # where folders of these names may be
     for name in ("p.jsonn", "data/prompts", "prompts", "a/b/c", "org/data-v1.2"):
-        with pytest.raises(
-            ValueError, match=f"no file or folder `{name}`, and no data set of that name could be loaded from"
-        ) as error:
+        message = (
+            f"no file or folder `{name}`, and no data set of that name could be loaded from .*correct the path or"
+        )
+        with pytest.raises(ValueError, match=message) as error:
             load_prompts(name)
-        assert one_line(error) and "correct the path or the name" in str(error.value)
+        assert one_line(error)
     with pytest.raises(ValueError, match="The name of the prompts is empty"):
         load_prompts("")
 

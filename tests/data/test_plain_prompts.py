@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse import RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
 from trl_repulse.data import _prompts
 from trl_repulse.generation.completions import tokenize
@@ -51,9 +51,7 @@ def test_what_is_warned_of(said, template, prompt, warns):
     assert len(said) == warns and all("`--apply_chat_template`" in each and "my/model" in each for each in said)
 
 
-@pytest.mark.parametrize(
-    "trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSePPOTrainer, RePULSeGRPOTrainer]
-)
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, RePULSeGRPOTrainer])
 def test_trainers_warn(make, said, chat, trainer_cls):
     make(trainer_cls, model=chat, bad_reward_threshold=0.0)
     assert set(said) == {said[0]} and "`load_prompts(..., as_conversation=True)`" in said[0]
@@ -65,7 +63,7 @@ def test_trainers_warn(make, said, chat, trainer_cls):
         "evaluate {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --thresholds 0.5",
         "rare-events {chat} --prompts {file} --num_samples 90 --max_completion_length 2 --threshold 0.5",
         "attacks {tmp}/of{flags} --model {chat} --prompts {file} --num_samples 2 --max_completion_length 2 --threshold 0.5",
-        "suggest --model {chat} --prompts {file} --num_samples 50 --max_completion_length 2 --max_steps 1",
+        "suggest --model {chat} --prompts {file} --num_samples 50 --max_completion_length 2 --minutes 2",
     ],
 )
 def test_commands_warn(said, chat, tmp_path, command):

@@ -18,10 +18,7 @@ from trl_repulse.evaluation.preferences import (
 )
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from ..conftest import USE_CPU, word_reward
-
-
-SETTINGS = {"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+from ..conftest import QUIET, word_reward
 
 
 def completions(*rows):
@@ -77,7 +74,7 @@ def test_refused(make):
         ((POOL, 9.0), "at least 9.0"),
         ((POOL, -4.0, -1.0), "`margin` is -1.0"),
         ((POOL, -4.0, 0.0, 0), "`max_bad` is 0"),
-        (([], -4.0), ""),
+        (([], -4.0), "No prompt has both|all good or all bad"),
     ):
         with pytest.raises(ValueError, match=message):
             make(*arguments)
@@ -136,12 +133,11 @@ def sources(tmp_path_factory, model_dirs, prompts):
     folder = tmp_path_factory.mktemp("sources")
     drawn = {"per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 3, "max_steps": 3}
     bad = {"proposal": "policy", "target_dist_beta": -2.0, "bad_reward_threshold": -2.0, "save_negatives": True}
-    args = RePULSeTrainer._config_cls(output_dir=str(folder / "run"), **bad, **drawn, **SETTINGS)
+    args = RePULSeTrainer._config_cls(output_dir=str(folder / "run"), **bad, **drawn, **QUIET)
     RePULSeTrainer(model_dirs["gpt2"], word_reward, args, prompts).train()
     settings = SamplingSettings(num_samples=8, max_completion_length=3)
-    sample_completions(
-        folder / "samples", model_dirs["gpt2"], prompts["prompt"], word_reward, settings, progress=False
-    )
+    drawn = (folder / "samples", model_dirs["gpt2"], prompts["prompt"], word_reward, settings)
+    sample_completions(*drawn, progress=False)
     return [str(folder / "run" / "negatives.jsonl"), str(folder / "samples")]
 
 
@@ -168,7 +164,7 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     config_cls, trainer_cls = {"DPO": (DPOConfig, DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[method]
     model, tokenizer = (cls.from_pretrained(model_dirs["gpt2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
     steps = {"max_steps": 10, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
-    args = config_cls(output_dir=str(tmp_path / "out"), **steps, **SETTINGS)
+    args = config_cls(output_dir=str(tmp_path / "out"), **steps, **QUIET)
     trainer = trainer_cls(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
 
     def gap():

@@ -219,9 +219,8 @@ def test_columns_that_arrow_cannot_hold_are_kept_as_they_are(tmp_path, depth, op
 def test_prompts_that_are_nested(tmp_path, depth):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"prompt": {"[" * depth + "]" * depth}}}')
-    with pytest.raises(
-        ValueError, match="Row 1 of .* neither text nor a list of messages|is nested too deeply"
-    ) as error:
+    message = "Row 1 of .* neither text nor a list of messages|is nested too deeply"
+    with pytest.raises(ValueError, match=message) as error:
         load_prompts(path)
     assert len(str(error.value)) < 500
 
@@ -239,9 +238,8 @@ def test_results_that_are_nested_too_deeply(tmp_path, name, read):
 def test_lines_end_in_any_way(tmp_path):
     path = tmp_path / "rows.jsonl"
     for end in ("\n", "\r\n", "\r"):
-        path.write_bytes(
-            ("\ufeff" + end.join(json.dumps({"prompt": f"a\u2028{i}"}, ensure_ascii=False) for i in range(3))).encode()
-        )
+        rows = (json.dumps({"prompt": f"a\u2028{i}"}, ensure_ascii=False) for i in range(3))
+        path.write_bytes(("\ufeff" + end.join(rows)).encode())
         assert read_prompts(path) == [("a\u20280",), ("a\u20281",), ("a\u20282",)]
 
 

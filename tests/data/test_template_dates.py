@@ -14,7 +14,7 @@ from trl_repulse.evaluation.report import tail_report
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import ChatReward
 
-from ..conftest import build_model, build_tokenizer
+from ..conftest import also_thorough, build_model, build_tokenizer
 from ..gcg_trigger import build_trigger_model, build_trigger_tokenizer, evaluation_config
 from ..reward_models import build_tokenizer as build_reward_tokenizer
 from ..reward_models import save_model
@@ -60,7 +60,9 @@ def judge(goals, responses):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer, RePULSeGRPOTrainer])
+@pytest.mark.parametrize(
+    "trainer_cls", [ReinforceTrainer, *also_thorough(RePULSeTrainer, PPOTrainer, RePULSeGRPOTrainer)]
+)
 def test_a_training_run(make, dated, today, trainer_cls):
     def run(steps, resume, **kwargs):
         options = {"dataset": Dataset.from_dict({"prompt": MESSAGES}), "reward_funcs": length}
@@ -109,9 +111,7 @@ def test_held_out_samples(dated, today, tmp_path):
 def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
     folder, tokenizer = str(tmp_path / "reward"), build_reward_tokenizer("bos", DATED)
     module = save_model(tmp_path / "reward", "llama", tokenizer)[1]
-    dated.chat_template = dated.chat_template.replace(
-        "strftime_now('%d')", "'01'"
-    )  # the prompts are the same each day
+    dated.chat_template = dated.chat_template.replace("strftime_now('%d')", "'01'")  # prompts are the same each day
     model = build_model("gpt2", len(dated), 0)
 
     def sample(name="a", variables=None):
@@ -119,9 +119,8 @@ def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
         if reward is None:
             reward, processors = ChatReward(folder, device="cpu", chat_template_kwargs=variables), None
         template = variables if processors else None
-        settings = SamplingSettings(
-            num_samples=2, max_completion_length=2, shard_size=3, chat_template_kwargs=template
-        )
+        drawn = {"num_samples": 2, "max_completion_length": 2, "shard_size": 3}
+        settings = SamplingSettings(**drawn, chat_template_kwargs=template)
         options = {"tokenizer": dated, "progress": False, "reward_processing_classes": processors}
         return sample_completions(tmp_path / name, model, MESSAGES, reward, settings, **options)
 

@@ -23,6 +23,7 @@ from trl_repulse.evaluation.rare.sampling import draw as draw_rare
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
 
+from ..conftest import also_thorough
 from ..conftest import build_tokenizer as build_words
 from ..gcg_support import build_model, build_sentencepiece_tokenizer
 from ..gcg_support import build_tokenizer as build_byte_level
@@ -30,7 +31,7 @@ from ..gcg_support import build_tokenizer as build_byte_level
 
 PROMPTS = ["the cat", "tell me the secret of the ", "how to write"]
 SMALL = {"max_steps": 1, "max_completion_length": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
-TRAINERS = [ReinforceTrainer, RePULSeTrainer, PPOTrainer, RePULSeGRPOTrainer]
+TRAINERS = [RePULSeTrainer, *also_thorough(ReinforceTrainer, PPOTrainer, RePULSeGRPOTrainer)]
 
 
 def build_wordpiece():

@@ -209,7 +209,15 @@ def test_metrics_are_documented():
         for prefix in ("proposal", "negative")
     }
     names = {name.replace("{VALUE_FOLDER}", "value") for name in names}
-    names -= {"min", "mean", "max", "NAME/mean", "NAME/max", "{self.prefix}NAME", "tools/failure_frequency"}  # ends of names, and GRPO's
+    names -= {
+        "min",
+        "mean",
+        "max",
+        "NAME/mean",
+        "NAME/max",
+        "{self.prefix}NAME",
+        "tools/failure_frequency",
+    }  # ends of names, and GRPO's
     assert {"reward", "kl", "proposal/ess", "negative/ess", "rewards/NAME/mean", "value/loss"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 

@@ -31,6 +31,7 @@ from trl_repulse.evaluation.records import load_samples, open_folder
 from trl_repulse.evaluation.sampling import SamplingSettings
 
 from ..conftest import build_model, build_tokenizer
+from ..evaluation_support import write_inputs
 
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
@@ -115,16 +116,10 @@ def test_a_template_is_filled_like_a_prefill():
     attack = Attack("a", template='{{"ask": "{prompt}", "of": "{ContextString}"}}', prefill='{{"answer": "{Target}')
     rows, _ = attempts(attack, Dataset.from_list([row]), build_tokenizer(), SamplingSettings())
     assert rows["prompt"] == ['{"ask": "the {cat}", "of": "{prompt}"}{"answer": "fish']
-    for texts in (
-        {"prefill": '{"answer":'},
-        {"prefill": "a }"},
-        {"template": "{prompt} {"},
-        {"template": "{x}{prompt}"},
-    ):
-        with pytest.raises(
-            ValueError, match="of the attack 'a' cannot be filled .* Write a brace of the text itself twice, `{{`"
-        ):
-            Attack("a", **texts).filled(next(iter(texts)), row)
+    for name, text in (("prefill", "a }"), ("template", "{prompt} {"), ("template", "{x}{prompt}")):
+        message = "of the attack 'a' cannot be filled .* Write a brace of the text itself twice, `{{`"
+        with pytest.raises(ValueError, match=message):
+            Attack("a", **{name: text}).filled(name, row)
     with pytest.raises(ValueError, match="has no `{prompt}`"):
         Attack("a", template="{{prompt}}")
 
@@ -138,11 +133,9 @@ def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
         "    (pathlib.Path(__file__).parent / 'seen.json').write_text(json.dumps(prompts))\n"
         "    return [0.0] * len(prompts)\n"
     )
-    templates = [
-        {"name": "say", "template": "bad {prompt}"},
-        {"name": "own", "template": "{ContextString} ran {prompt}"},
-    ]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, templates)))
+    templates = {"say": "bad {prompt}", "own": "{ContextString} ran {prompt}"}
+    lines = [json.dumps({"name": name, "template": text}) for name, text in templates.items()]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "b.csv")]
     words += ["--prompt_column", "Behavior", "--reward_type", f"{tmp_path / 'mine.py'}:reward", "--threshold", "0"]
     words += ["--attacks", str(tmp_path / "a.jsonl"), "--num_samples", "1", "--max_completion_length", "2"]
@@ -151,11 +144,8 @@ def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
     assert json.loads((tmp_path / "seen.json").read_text()) == asked
     cases = json.loads((tmp_path / "e.json").read_text())
     found = {name: [case[0]["test_case"] for case in rows.values()] for name, rows in cases.items()}
-    assert found == {
-        "prompt": asked,
-        "say": [f"bad {text}" for text in asked],
-        "own": ["fish ate ran the cat", " ran the dog"],
-    }
+    own = ["fish ate ran the cat", " ran the dog"]
+    assert found == {"prompt": asked, "say": [f"bad {text}" for text in asked], "own": own}
     assert main([*words, "--export", str(tmp_path / "e.json")]) == 0
     jailbreaks = json.loads((tmp_path / "e.json").read_text())["say"]["jailbreaks"]
     assert [each["goal"] for each in jailbreaks] == asked
@@ -261,31 +251,17 @@ def test_the_command(tmp_path, capsys):
 LONG = " the cat" * 15  # 30 tokens of a context of 32
 
 
-@pytest.mark.parametrize(
-    ("attack", "prompts", "benign", "culprit"),
-    [
-        ({"name": "long", "template": "{prompt}" + LONG}, ["fish"], ["fish"], "long"),
-        ({"name": "long", "prefill": LONG}, ["fish"], ["fish"], "long"),
-        ({"name": "short", "template": "{prompt}"}, ["fish", "fish" + LONG], ["fish"], "prompt"),
-        ({"name": "short", "template": "{prompt}"}, ["fish"], ["fish", "fish" + LONG], "benign"),
-    ],
-    ids=["template", "prefill", "prompt", "benign"],
-)
-def test_prompts_that_are_too_long_are_refused_before_anything_is_drawn(
-    tmp_path, capsys, model_dirs, attack, prompts, benign, culprit
-):
-    (tmp_path / "attacks.jsonl").write_text(json.dumps(attack), encoding="utf-8")
-    (tmp_path / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
-    for name, rows in (("prompts", prompts), ("benign", benign)):
-        lines = [json.dumps({"prompt": text}) + "\n" for text in rows]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--threshold", "0"]
-    words += ["--attacks", str(tmp_path / "attacks.jsonl"), "--prompts", str(tmp_path / "prompts.jsonl")]
-    words += ["--benign", str(tmp_path / "benign.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-    assert main([*words, "--num_samples", "2", "--max_completion_length", "2"]) == 1
+@pytest.mark.parametrize("culprit", ["template", "prefill", "benign"])
+def test_prompts_that_are_too_long_are_refused_before_anything_is_drawn(tmp_path, capsys, model_dirs, culprit):
+    attack = {"template": {"template": "{prompt}" + LONG}, "prefill": {"prefill": LONG}}.get(culprit, {})
+    (tmp_path / "attacks.jsonl").write_text(json.dumps({"name": "long"} | attack), encoding="utf-8")
+    benign = ["fish", "fish" + LONG] if culprit == "benign" else ["fish"]
+    (tmp_path / "benign.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in benign))
+    words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--threshold", "0", "--num_samples", "2"]
+    words += ["--attacks", str(tmp_path / "attacks.jsonl"), "--benign", str(tmp_path / "benign.jsonl")]
+    assert main([*words, *write_inputs(tmp_path, prompts=["fish"])]) == 1
     error = capsys.readouterr().err.strip()
-    where = f"The attack '{culprit}' cannot be made"
-    where = f"`--benign {tmp_path / 'benign.jsonl'}`" if culprit == "benign" else where
+    where = f"`--benign {tmp_path / 'benign.jsonl'}`" if culprit == "benign" else "The attack 'long' cannot be made"
     assert error.startswith(f"trl-repulse attacks: {where}: A prompt of 31 tokens and")
     assert "the model's context of 32 tokens; shorten or drop the prompt" in error and "\n" not in error
     assert not (tmp_path / "out").exists()

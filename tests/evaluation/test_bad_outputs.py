@@ -62,13 +62,9 @@ def test_a_reward_equal_to_the_threshold_is_not_written_as_negative_data(make, t
     def reward(completions, **kwargs):
         return [torch.tensor(0.7 if i % 2 else 0.2) for i, _ in enumerate(completions)]
 
-    settings = {
-        "proposal": "policy",
-        "potential": "indicator",
-        "target_dist_beta": None,
-        "alpha_normalization": "none",
-    }
-    trainer = make(RePULSeTrainer, reward_funcs=reward, bad_reward_threshold=0.7, save_negatives=True, **settings)
+    settings = {"proposal": "policy", "potential": "indicator", "target_dist_beta": None, "save_negatives": True}
+    settings |= {"alpha_normalization": "none", "bad_reward_threshold": 0.7}
+    trainer = make(RePULSeTrainer, reward_funcs=reward, **settings)
     trainer.train()
     rows = (tmp_path / "out" / "negatives.jsonl").read_text(encoding="utf-8").splitlines()
     assert {round(json.loads(row)["reward"], 3) for row in rows} == {0.2}

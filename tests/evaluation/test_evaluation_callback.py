@@ -54,41 +54,24 @@ def test_the_last_report_is_of_the_best_model_if_that_is_loaded(make, prompts, m
 @pytest.mark.trainer
 def test_each_set_of_prompts_has_its_own_names(make, prompts):
     trainer = make(ReinforceTrainer, max_steps=1)
-    callbacks = [
-        TailReportCallback(trainer, prompts.select([i]), 2, metric_key_prefix=name)
-        for i, name in enumerate(("tail", "rare"))
-    ]
+    names = ("tail", "rare")
+    callbacks = [TailReportCallback(trainer, prompts.select([i]), 2, metric_key_prefix=names[i]) for i in (0, 1)]
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train()
     logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
-    assert [logged[f"{each.metric_key_prefix}/mean"] for each in callbacks] == [
-        each.history[-1]["report"]["mean"].value for each in callbacks
-    ]
+    means = [each.history[-1]["report"]["mean"].value for each in callbacks]
+    assert [logged[f"{name}/mean"] for name in names] == means
     trainer.add_callback(TailReportCallback(trainer, prompts, 2))
     with pytest.raises(ValueError, match="Several tail reports have `metric_key_prefix='tail'`"):
         trainer.train()
 
 
 @pytest.mark.trainer
-def test_asynchronous_rewards_run_in_the_trainers_loop(make, prompts):
-    """A client belongs to the loop that it was made in, and training made it."""
-    loops = set()
-
-    async def reward(completions, **kwargs):
-        loops.add(asyncio.get_running_loop())
-        return [float(len(each)) for each in completions]
-
-    trainer = make(reward_funcs=reward)
-    trainer.add_callback(TailReportCallback(trainer, prompts, num_samples=2, every=1))
-    trainer.train()
-    assert loops == {trainer.async_loop}
-
-
-@pytest.mark.trainer
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
-    steps = []
+    """Asynchronous ones also the loop that training made, to which a client belongs."""
+    steps, loops = [], set()
 
     def reward(completions, trainer_state, log_extra, log_metric, **kwargs):
         steps.append((trainer_state.global_step, len(completions)))
@@ -97,6 +80,7 @@ def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
         return word_reward(completions)
 
     async def waiting(**columns):
+        loops.add(asyncio.get_running_loop())
         return reward(**columns)
 
     trainer = make(reward_funcs=waiting if asynchronous else reward)
@@ -104,7 +88,7 @@ def test_rewards_get_what_trl_gives_them(make, prompts, asynchronous):
     trainer.add_callback(callback)
     trainer.train()
     assert [entry["update"] for entry in callback.history] == [2]
-    assert (2, 8) in steps
+    assert (2, 8) in steps and loops == ({trainer.async_loop} if asynchronous else set())
     logged = [entry["count"] for entry in trainer.state.log_history if "count" in entry]
     assert logged == [16.0, 16.0]  # of the trainer's own completions alone
 
@@ -140,8 +124,9 @@ def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, t
     with_answer = prompts.add_column("answer", ["x"] * len(prompts))
     for reward in (needs, Judge(), load_reward_function(f"{tmp_path / 'mine.py'}:in_a_file")):
         trainer = make(reward_funcs=reward, dataset=with_answer)
-        with pytest.raises(ValueError, match=r"The reward function '.*' needs `answer`, but the held-out prompts"):
-            TailReportCallback(trainer, prompts)
+        for callback in (TailReportCallback, BeforeAfterCallback):
+            with pytest.raises(ValueError, match=r"The reward function '.*' needs `answer`, but the held-out prompts"):
+                callback(trainer, prompts)
         TailReportCallback(trainer, with_answer)
     for reward in (supplied, spare, functools.partial(needs, answer=["x"] * 8)):
         TailReportCallback(make(reward_funcs=reward), prompts)
@@ -227,23 +212,9 @@ def test_prompts_of_a_stream_and_marks_of_a_table(make, tmp_path):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([{"prompt": "cat " * 40}], "exceed the model's context"),
-        ([{"prompt": "the cat"}], "'labelled' needs `label`, but the held-out prompts have no such column"),
-    ],
-)
-def test_prompts_that_cannot_be_used_are_refused(make, rows, words):
-    def labelled(completions, label, **kwargs):
-        return [0.0] * len(completions)
-
-    trainer = make(reward_funcs=labelled)
-    dataset = Dataset.from_list(rows)
-    if "exceed" in words:
-        dataset = dataset.add_column("label", [1])
-    with pytest.raises(ValueError, match=words):
-        BeforeAfterCallback(trainer, dataset)
+def test_prompts_that_are_too_long_are_refused(make):
+    with pytest.raises(ValueError, match="exceed the model's context"):
+        BeforeAfterCallback(make(), Dataset.from_list([{"prompt": "cat " * 40}]))
 
 
 @pytest.mark.trainer

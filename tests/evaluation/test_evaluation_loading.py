@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -18,20 +17,19 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.models._loading import load_model, load_tokenizer
 
 from ..conftest import build_model, word_reward
+from ..evaluation_support import write_inputs
 from ..reward_models import build_tokenizer, save_model
 
 
 @pytest.fixture
 def command(tmp_path, model_dirs):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
+    inputs = write_inputs(tmp_path)
 
     def command(name, *changes):
         start = ["evaluate", str(tmp_path / "s"), "--model", model_dirs["gpt2"], "--num_samples", "2"]
         if name == "rare-events":
             start = ["rare-events", model_dirs["gpt2"], "--num_samples", "120", "--threshold", "-5"]
-        start += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-        return main([*start, "--max_completion_length", "2", *map(str, changes)])
+        return main([*start, *inputs, *map(str, changes)])
 
     return command
 
@@ -44,9 +42,7 @@ def classifier(tmp_path, tokenizer):
 def test_a_head_of_random_numbers_is_refused(model_dirs, classifier, tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"The reward model `.*` has no weights for score.weight.*ForSequenceClass"):
         load_model(AutoModelForSequenceClassification, model_dirs["gpt2"], "reward model", num_labels=1)
-    with pytest.raises(
-        ValueError, match=r"The proposal `.*` is a LlamaForSequenceClass.*, which predicts no next token"
-    ):
+    with pytest.raises(ValueError, match=r"The proposal `.*` is a LlamaForSequenceClass.*, which predicts no next"):
         load_model(AutoModelForCausalLM, str(classifier), "proposal")
     build_model("llama", len(tokenizer)).model.save_pretrained(tmp_path / "headless")
     with pytest.raises(ValueError, match=r"The proposal `.*` has no weights for lm_head.weight"):
@@ -72,10 +68,8 @@ def test_commands_say_which_part_is_at_fault(command, name, model_dirs, classifi
     without_function = ["--reward_type", "sequence_pair"]
     other = {"evaluate": "reference", "rare-events": "proposal"}[name]
     assert command(name, f"--{other}", classifier) == 1
-    assert (
-        f"The {other} `{classifier}` is a LlamaForSequenceClassification, which predicts no next"
-        in capsys.readouterr().err
-    )
+    message = f"The {other} `{classifier}` is a LlamaForSequenceClassification, which predicts no next"
+    assert message in capsys.readouterr().err
     assert command(name, f"--{other}", tmp_path / "nothing") == 1
     assert f"The {other} `{tmp_path / 'nothing'}` cannot be loaded" in capsys.readouterr().err
     assert command(name, *without_function, *judge) == 1
@@ -92,10 +86,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(command, name, tmp_pa
 
 
 def test_rare_events_read_the_columns_of_the_prompts(command, tmp_path, capsys):
-    rows = [
-        {"prompt": "the cat", "answer": -9.0},
-        {"prompt": "fish", "answer": 0.0},
-    ]
+    rows = [{"prompt": "the cat", "answer": -9.0}, {"prompt": "fish", "answer": 0.0}]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "mine.py").write_text("def reward(completions, answer, **kwargs):\n    return answer\n")
     assert command("rare-events", "--output", tmp_path / "report.json") == 0
@@ -113,7 +104,7 @@ def test_rare_events_read_the_columns_of_the_prompts(command, tmp_path, capsys):
     ],
 )
 def test_any_error_of_a_reward_ends_a_command_with_one_line(command, name, tmp_path, capsys, fault, said):
-    (tmp_path / "mine.py").write_text(f"def reward(completions, **kwargs):\n    return {fault}\n")
+    write_inputs(tmp_path, fault)
     assert command(name) == 1
     error = capsys.readouterr().err
     assert f"trl-repulse {name}: {said} Raised by the reward function 'reward'. In " in error
@@ -132,7 +123,6 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--quantiles", "0"], "`level=0.0`"),
         (["--thresholds", "nan"], "`threshold` is NaN"),
         (["--confidence", "95"], "`confidence=95.0`"),
         (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
@@ -141,7 +131,7 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
         (["--model", "./nosuch"], "The model `./nosuch` cannot be loaded: there is no such folder"),
         (["--engine", "vllm", "--engine_kwargs", '{"dtype": "bfloat16"}'], "`engine_kwargs` has `dtype`"),
         (
-            ["--engine", "vllm", "--engine_kwargs", '{"generation_config": "x"}'],
+            ["--engine", "vllm", "--engine_kwargs", '{"generation_config": 1}'],
             "`engine_kwargs` has `generation_config`",
         ),
         (
@@ -167,11 +157,6 @@ def test_rare_events_say_which_runs_have_a_proposal(command, tmp_path, capsys):
     assert command("rare-events", "--proposal", tmp_path / "out" / "proposal") == 1
     error = capsys.readouterr().err
     assert "only a run with `proposal='learned'` saves one. Leave `--proposal` out" in error and error.count("\n") == 1
-
-
-def test_rare_events_make_messages_of_prompts(command, capsys):
-    assert command("rare-events", "--apply_chat_template") == 1
-    assert "chat template" in capsys.readouterr().err
 
 
 def test_rare_events_refuse_variables_of_no_template(command, capsys, monkeypatch):
@@ -220,11 +205,8 @@ def test_a_completion_without_a_reward_costs_the_report_and_not_the_run(make, pr
 
 def test_a_home_folder_is_found(tmp_path, monkeypatch, model_dirs):
     monkeypatch.setenv("HOME", str(tmp_path))
-    prompts, settings = (
-        Dataset.from_dict({"prompt": ["fish"]}),
-        SamplingSettings(num_samples=2, max_completion_length=2),
-    )
-    found = sample_completions("~/s", model_dirs["gpt2"], prompts, word_reward, settings, progress=False)
+    settings = SamplingSettings(num_samples=2, max_completion_length=2)
+    found = sample_completions("~/s", model_dirs["gpt2"], ["fish"], word_reward, settings, progress=False)
     assert found.folder == tmp_path / "s" and (tmp_path / "s").is_dir()
 
 
@@ -331,10 +313,8 @@ def test_the_head_of_a_classifier_comes_from_its_adapter_or_not_at_all(save, mod
 
 def test_several_labels_where_one_is_read(tmp_path):
     folder, _ = save_model(tmp_path / "two", "llama", build_tokenizer(), num_labels=2)
-    with pytest.raises(
-        ValueError,
-        match=r"The reward model `.*two` cannot be loaded: its head has the size of 2 labels.*--reward_type",
-    ):
+    message = r"The reward model `.*two` cannot be loaded: its head has the size of 2 labels.*--reward_type"
+    with pytest.raises(ValueError, match=message):
         load_model(AutoModelForSequenceClassification, folder, "reward model", num_labels=1)
 
 

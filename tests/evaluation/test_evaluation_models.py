@@ -64,10 +64,8 @@ def test_a_padding_token_beyond_the_embeddings(tmp_path, model_dirs, tokenizer):
     assert padded.pad_token_id >= model.get_input_embeddings().num_embeddings
     arguments = (model, ["the cat", "fish", "the dog ran"], word_reward)
     found = sample(tmp_path / "a", *arguments, reference=model, tokenizer=padded)
-    assert (
-        found.table["completion_ids"]
-        == sample(tmp_path / "b", *arguments, tokenizer=tokenizer).table["completion_ids"]
-    )
+    usual = sample(tmp_path / "b", *arguments, tokenizer=tokenizer)
+    assert found.table["completion_ids"] == usual.table["completion_ids"]
     assert draw([model], padded, arguments[1], word_reward, (4,), 2).sample.rewards.shape == (3, 4)
 
 

@@ -73,7 +73,7 @@ def test_keys_tell_thresholds_apart():
         (lambda x: tails.mean(x), -1.0),
         (lambda x: tails.cvar(x, 0.1), math.log(0.1) - 1),
         (lambda x: tails.quantile(x, 0.1), math.log(0.1)),
-        (lambda x: tails.prob_below(x, -3.0), math.exp(-3)),
+        pytest.param(lambda x: tails.prob_below(x, -3.0), math.exp(-3), marks=pytest.mark.thorough),
     ],
 )
 def test_intervals_cover(estimate, truth):
@@ -130,12 +130,6 @@ def test_samples_that_do_not_belong_together(tmp_path, changes, message):
     third = write_samples(tmp_path / "2", np.zeros((2, 3)), "w2")
     with pytest.raises(ValueError, match="`quantiles` are those of one model"):
         tail_report([load_samples(first), load_samples(third)], quantiles=[0.1])
-
-
-def test_missing_column(tmp_path):
-    samples = load_samples(write_samples(tmp_path / "s", np.zeros((1, 3))))
-    with pytest.raises(ValueError, match="no column of numbers `prompt`; it has reward, return"):
-        tail_report(samples, column="prompt")
 
 
 def test_negatives_against_enumeration(tmp_path, model_dirs, tokenizer):
@@ -198,10 +192,8 @@ def test_a_table_names_the_units(tmp_path):
     assert "| mean entropy, nats per completion | 49.5 |" in table  # a sum over tokens
     table = tail_report(samples, levels=[], column="entropy").to_markdown()
     assert table.startswith("`entropy`, nats per completion: 50 completions of each of 2 prompts")
-    assert [with_unit(name) for name in ("entropy", "eval_entropy")] == [
-        "entropy, nats per token",  # of training
-        "eval_entropy, nats per token",
-    ]
+    of_training = ["entropy, nats per token", "eval_entropy, nats per token"]
+    assert [with_unit(name) for name in ("entropy", "eval_entropy")] == of_training
 
 
 def test_the_units_are_those_of_the_sampler(tmp_path, model_dirs):
@@ -233,30 +225,18 @@ def test_ends_without_bounds_in_words():
     assert rows == ["no interval", "at most 2", "at least 1", "1 to 2"]
 
 
-def test_a_mark_of_byte_order_is_no_part_of_negatives(tmp_path, model_dirs, tokenizer):
-    (tmp_path / "n.jsonl").write_text('{"prompt": "the cat", "completion": " bad"}\n', encoding="utf-8-sig")
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    assert negative_log_probs(model, tokenizer, tmp_path / "n.jsonl").count == 1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "no file"),
+        ("", "is empty"),
+        ('{"prompt": "a"}', "Line 1"),
         (
             '{"prompt": "a", "completion": " bad"}\n{"prompt": null, "completion": "b"}',
-            "Line 2 .*n.jsonl. has an empty `prompt`",
-        ),
-        ('{"prompt": 3, "completion": "b"}', "Line 1 .* has a `prompt` that is neither text nor .* .it has 3."),
-        (
-            '{"prompt": [{"role": "user", "content": null}], "completion": "b"}',
-            "Line 1 .* `prompt` that is neither text nor",
+            "Line 2 .*n.jsonl. has an empty",
         ),
         ('{"prompt": "a", "completion": [{"role": "assistant", "content": null}]}', "Line 1 .*`completion` is None"),
         ('{"prompt": "a", "completion": 3}', "Line 1"),
-        ("", "is empty"),
-        ('{"prompt": "a"}', "Line 1"),
-        ("{", "Line 1"),
         ('{"prompt": "a", "completion": ""}', "empty completions only"),
     ],
 )
@@ -284,25 +264,21 @@ def test_callback_reports_and_leaves_training_alone(make, prompts):
     low = last["CVaR 0.5"].low  # of samples with no bad one it is −∞, which is not logged
     assert logged[-1].get("tail/cvar_0.5_low", -math.inf) == low and (low > -math.inf or not USE_CPU)
     keys = ("loss", "reward", "grad_norm", "proposal/loss")
-    losses = [
-        [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
-        for trainer in (plain, watched)
-    ]
+    logs = [[entry for entry in trainer.state.log_history if "loss" in entry] for trainer in (plain, watched)]
+    losses = [[[entry[key] for key in keys] for entry in log] for log in logs]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"every": 0}, "`every=0`"),
-        ({"levels": [2.0]}, "`level=2.0`"),
-        ({"seed": -1}, "`seed=-1` must be at least 0"),
-        ({}, "is empty"),
-    ],
-)
-def test_callback_refuses(make, prompts, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TailReportCallback(make(), prompts if arguments else [], **arguments)
+def test_callback_refuses(make, prompts):
+    trainer = make()
+    for given, arguments, message in (
+        (prompts, {"every": 0}, "`every=0`"),
+        (prompts, {"levels": [2.0]}, "`level=2.0`"),
+        (prompts, {"seed": -1}, "`seed=-1` must be at least 0"),
+        ([], {}, "is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TailReportCallback(trainer, given, **arguments)
 
 
 @pytest.mark.slow
@@ -325,10 +301,8 @@ def test_the_figure_shows_every_sample_and_the_thresholds(tmp_path, monkeypatch,
     assert main(["evaluate", *folders, "--thresholds", "-4", "--figure", str(file)]) == 0
     (_, path), (panel,) = drawn[0], drawn[0][0].axes
     assert path == file and panel.get_yscale() == "log"
-    assert [patch.get_label() for patch in panel.patches] == [
-        f"{folders[0]}: {np.mean(first < -4):.3g} under -4",
-        f"{folders[1]}: 0 under -4",
-    ]
+    labels = [f"{folders[0]}: {np.mean(first < -4):.3g} under -4", f"{folders[1]}: 0 under -4"]
+    assert [patch.get_label() for patch in panel.patches] == labels
     for patch, values in zip(panel.patches, (first, second), strict=True):
         shares, edges, _ = patch.get_data()
         there = shares > panel.get_ylim()[0]  # the others are empty, and drawn at the bottom

@@ -30,18 +30,9 @@ def make_tokenizer():
 
 
 def make_config(vocab_size=7, **kwargs):
-    return GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        initializer_range=0.5,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        **kwargs,
-    )
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.5}
+    special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    return GPT2Config(vocab_size=vocab_size, **sizes, **special, **kwargs)
 
 
 def make_policy(seed, **kwargs):

@@ -145,13 +145,6 @@ def test_prompts_of_several_messages_are_refused(tmp_path):
         integration.tail_task(str(path), 0.0, str(embedded.reward_model_path()))
 
 
-def test_numbers_out_of_range_are_refused_before_anything_is_drawn():
-    reward = str(embedded.reward_model_path())
-    for threshold, level in ((np.nan, 0.01), (0.0, 2.0)):
-        with pytest.raises(ValueError, match="`threshold` is NaN|`level=2.0`"):
-            integration.tail_task(embedded.prompts_path("unseen"), threshold, reward, level=level)
-
-
 def test_a_completion_without_a_reward_is_refused():
     with pytest.raises(ValueError, match="no finite reward"):
         integration.rewarded(lambda prompts, completions: [1.0, None], [["a", "b"]], [{"prompt": "hello"}])

@@ -7,6 +7,8 @@ import torch
 
 from trl_repulse.evaluation.rare.forecast import BackTest, Forecast, NoForecastError, back_test, forecast_largest
 
+from ..conftest import also_thorough
+
 
 def uniform(size, seed):
     return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -75,7 +77,7 @@ def test_sizes_within_the_scores(size):
     assert held / 200 > 0.91
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [2, *also_thorough(5)])
 def test_few_exceedances_are_not_off_to_one_side(count):
     scores = (exponential(uniform(1000, seed)) for seed in range(1500))
     found = [forecast_largest(each, [10_000], num_exceedances=count)[0] for each in scores]

@@ -25,6 +25,7 @@ from trl_repulse.math.token_effects import TILTS
 
 from ..conftest import build_model
 from ..distributed_support import launcher, run_forked
+from ..evaluation_support import write_inputs
 
 
 @pytest.fixture
@@ -53,19 +54,18 @@ def test_components_draw_as_they_are_scored(models, tokenizer, prompts, evaluato
     (of_policy, completion, counts), (of_other, *_) = (
         completion_logits(model, prompt, ids, [tokenizer.eos_token_id]) for model in models
     )
-    draws = draw(
-        [policy, *components.values()], tokenizer, prompts["prompt"][:1], reward_of(reward), [400] * 7, 2, seed=3
-    )
+    parts = [policy, *components.values()]
+    draws = draw(parts, tokenizer, prompts["prompt"][:1], reward_of(reward), [400] * 7, 2, seed=3)
     for k, (name, component) in enumerate(components.items(), 1):
         given = of_policy if component.model is policy else of_other
         log_q = component.log_prob(of_policy, given, completion, counts)
         assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4), name
         mixed = (1 - component.share) * of_policy.log_softmax(-1) + component.share * given.log_softmax(-1)
         changed = mixed / component.temperature + (0 if component.bias is None else component.bias)
-        changed = torch.cat(
-            [changed[:, : component.tokens], of_policy[:, component.tokens or 2 :]], dim=1
-        ).log_softmax(-1)
-        expected = changed.gather(2, completion.unsqueeze(2)).squeeze(2).masked_fill(~counts, 0).sum(dim=1)
+        changed = torch.cat([changed[:, : component.tokens], of_policy[:, component.tokens or 2 :]], dim=1)
+        expected = (
+            changed.log_softmax(-1).gather(2, completion.unsqueeze(2)).squeeze(2).masked_fill(~counts, 0).sum(dim=1)
+        )
         assert torch.allclose(log_q, expected.double(), atol=1e-4), name
         found, mean = draws.sample.log_density[0, 400 * k : 400 * (k + 1), k], float((log_q.exp() * log_q).sum())
         deviation = float((log_q.exp() * log_q.square()).sum() - mean**2) ** 0.5
@@ -105,11 +105,8 @@ def sample_from(log_p, log_q, counts, rewards, seed=0):
     """Draws from tables (S,) of log-probabilities, the policy's first, of one prompt."""
     generator = torch.Generator().manual_seed(seed)
     columns = torch.stack([log_p, *log_q])
-    drawn = [
-        torch.multinomial(q.exp(), max(n, 1), True, generator=generator)[:n]
-        for q, n in zip(columns, counts, strict=True)
-    ]
-    index = torch.cat(drawn)
+    pairs = zip(columns, counts, strict=True)
+    index = torch.cat([torch.multinomial(q.exp(), max(n, 1), True, generator=generator)[:n] for q, n in pairs])
     return MixtureSample(rewards[index][None], columns.T[index][None], tuple(counts))
 
 
@@ -157,12 +154,10 @@ def test_counts_of_a_pilot_are_near_the_best(world):
     pilot = sample_from(log_p, others, (300, 100, 100, 100), rewards)
     counts = choose_counts(pilot, 1000, thresholds=[-1.2])
     assert sum(counts) == 1000 and counts[0] >= 500 and all(n == 0 or n >= 2 for n in counts)
-    best = choose_counts(
-        sample_from(log_p, others, (40_000, 20_000, 20_000, 20_000), rewards), 1000, thresholds=[-1.2]
-    )
-    assert second_moment(world, [max(n, 1e-9) / 1000 for n in counts]) < 1.2 * second_moment(
-        world, [max(n, 1e-9) / 1000 for n in best]
-    )
+    large = sample_from(log_p, others, (40_000, 20_000, 20_000, 20_000), rewards)
+    best = choose_counts(large, 1000, thresholds=[-1.2])
+    found, least = (second_moment(world, [max(n, 1e-9) / 1000 for n in each]) for each in (counts, best))
+    assert found < 1.2 * least
     level = float((log_p.exp() * (rewards < -1.2)).sum())
     assert choose_counts(pilot, 1000, levels=[level])[0] >= 500
     assert choose_counts(pilot, 1000, thresholds=[-1.2, -0.5])[1] > 0
@@ -207,12 +202,8 @@ def test_samples_are_joined_by_component(world):
     one, other = (sample_from(log_p, others[:2], counts, rewards, seed=9) for counts in ((3, 2, 0), (2, 0, 4)))
     both = one.joined(other)
     assert both.counts == (5, 2, 4)
-    assert both.rewards[0].tolist() == [
-        *one.rewards[0, :3],
-        *other.rewards[0, :2],
-        *one.rewards[0, 3:],
-        *other.rewards[0, 2:],
-    ]
+    parts = one.rewards[0, :3], other.rewards[0, :2], one.rewards[0, 3:], other.rewards[0, 2:]
+    assert both.rewards[0].tolist() == torch.cat(parts).tolist()
     assert both.log_density.shape == (1, 11, 3)
 
 
@@ -245,9 +236,8 @@ def test_a_pilot_estimates_what_enumeration_knows(models, tokenizer, prompts, ev
         rewarded.update(zip(prompts, completions, strict=True))
         return reward_of(reward)(prompts, completions)
 
-    draws, names = draw_by_pilot(
-        policy, components, tokenizer, prompts["prompt"], counted, 1200, 2, thresholds=[-2.0], seed=1
-    )
+    given = policy, components, tokenizer, prompts["prompt"], counted, 1200, 2
+    draws, names = draw_by_pilot(*given, thresholds=[-2.0], seed=1)
     assert set(rewarded.values()) == {1}  # over all stages
     first, pilot = pilot_counts(1200, len(names) - 1)
     assert sum(draws.sample.counts) == 1200 - 2 * first == len(draws.ids[0]) == len(draws.texts[0])
@@ -264,13 +254,8 @@ def test_a_pilot_estimates_what_enumeration_knows(models, tokenizer, prompts, ev
 @pytest.fixture
 def command(tmp_path, model_dirs, tokenizer):
     build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "reference")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
-    )
-    arguments = ["rare-events", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type"]
-    arguments += [f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2", "--threshold", "-1"]
-    return [*arguments, "--output", str(tmp_path / "report.json")]
+    inputs = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
+    return ["rare-events", model_dirs["gpt2"], *inputs, "--threshold", "-1", "--output", str(tmp_path / "report.json")]
 
 
 @pytest.mark.parametrize(
@@ -292,16 +277,14 @@ def test_a_reference_is_checked_before_anything_is_drawn(tokenizer):
 def test_what_a_component_draws_does_not_depend_on_others(tokenizer, reward):
     model = build_model("gpt2", len(tokenizer))
     parts = [model, Component(model, temperature=2.0), Component(model, temperature=3.0)]
-    some, others = (
-        draw(parts, tokenizer, ["the cat", "fish"], reward_of(reward), counts, 2).texts
-        for counts in ([4, 2, 4], [4, 0, 4])
-    )
+    given = parts, tokenizer, ["the cat", "fish"], reward_of(reward)
+    some, others = (draw(*given, counts, 2).texts for counts in ([4, 2, 4], [4, 0, 4]))
     assert [row[:4] + row[6:] for row in some] == others
 
 
 def test_command(command, tmp_path, capsys):
     reference = ["--reference", str(tmp_path / "reference")]
-    for more, components in (([], 10), (reference, 14), (["--num_proposal_samples", "0"], 1)):
+    for more, components in ((reference, 14), (["--num_proposal_samples", "0"], 1)):
         assert main([*command, "--num_samples", "300", *more]) == 0
         report, printed = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().out
         assert len(report["components"]) == len(report["counts"]) == components
@@ -315,8 +298,6 @@ def test_command(command, tmp_path, capsys):
     ("change", "message"),
     [
         (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 10 components; give at least 90"),
-        (["--divergence", "1"], "`--divergence` has no effect without `--proposal`"),
-        (["--num_proposal_samples", "5"], "`--num_proposal_samples` has no effect without `--proposal`"),
         (["--proposal", "x", "--num_proposal_samples", "0"], "is plain sampling; leave out `--proposal`"),
         (["--proposal", "x", "y", "x"], "names a proposal twice"),
         (["--num_samples", "1", "--num_proposal_samples", "0"], "`--num_samples 1` must be 0, or at least 2"),

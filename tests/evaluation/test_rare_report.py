@@ -16,9 +16,9 @@ from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
-from ..conftest import build_model
+from ..conftest import WORDS, build_model, build_tokenizer
 from ..distributed_support import launcher, run_forked
-from ..reward_models import save_model
+from ..evaluation_support import write_inputs
 
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +40,9 @@ def command(tmp_path, model_dirs, tokenizer):
     base.name_or_path = model_dirs["gpt2"]
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(prompts, completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
-    )
+    inputs = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
     arguments = ["rare-events", model_dirs["gpt2"], "--proposal", str(proposal), str(tmp_path / "adapter")]
-    arguments += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-    return [*arguments, "--max_completion_length", "2", "--num_samples", "60", "--num_proposal_samples", "40"]
+    return [*arguments, *inputs, "--num_samples", "60", "--num_proposal_samples", "40"]
 
 
 def test_report_holds_what_the_functions_return(sample):
@@ -83,13 +79,10 @@ def test_scores_that_allow_no_forecast_cost_it_alone(sample):
         assert "No forecast: " in format_report(report)
 
 
-def test_command_reads_one_reward(command, tmp_path, tokenizer, capsys):
-    """A classifier of two labels would be read at the first."""
-    place = command.index("--reward_type")
-    for labels, code in ((1, 0), (2, 1)):
-        path = ["--reward_model_path", save_model(tmp_path / "reward", "gpt2", tokenizer, num_labels=labels)[0]]
-        assert main([*command[:place], *path, *command[place + 2 :], "--threshold", "0"]) == code
-    assert "size" in capsys.readouterr().err
+def test_command_refuses_a_proposal_of_other_tokens(command, tmp_path, capsys):
+    build_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "proposal")
+    assert main([*command, "--threshold", "0"]) == 1
+    assert "has a tokenizer of its own, with 'bad' for the policy's token 3" in capsys.readouterr().err
 
 
 def test_command(command, tmp_path, capsys):
@@ -162,11 +155,8 @@ def leaves(value, path=()):
     ("change", "message"),
     [
         ([], "Nothing is asked for"),
-        (["--threshold", "0", "--prompts", "none.jsonl"], "There is no file"),
         (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
         (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
-        (["--threshold", "0", "--divergence", "inf"], "`--divergence inf`"),
-        (["--threshold", "0", "--max_completion_length", "0"], "`max_completion_length=0` must be at least 1"),
         (["--threshold", "0", "--batch_size", "0"], "`batch_size=0` must be at least 1"),
         (["--level", "2"], "`level=2.0`"),
         (["--threshold", "nan"], "`--threshold nan`"),

@@ -66,15 +66,11 @@ def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dir
 
 def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
-    command = f"--prompts {tmp_path / 'prompts.jsonl'} --reward_type remote --reward_model_path {SECRET}".split()
-    command = [
-        "rare-events",
-        model_dirs["gpt2"],
-        *command,
-        *"--max_completion_length 2 --num_samples 20 --num_proposal_samples 0".split(),
-    ]
-    command += ["--threshold", "0"]
-    assert main([*command, "--output", str(tmp_path / "report.json")]) == 0
+    flags = f"--prompts {tmp_path / 'prompts.jsonl'} --reward_type remote --reward_model_path {SECRET} --threshold 0"
+    flags += (
+        f" --max_completion_length 2 --num_samples 20 --num_proposal_samples 0 --output {tmp_path / 'report.json'}"
+    )
+    assert main(["rare-events", model_dirs["gpt2"], *flags.split()]) == 0
     said, report = capsys.readouterr(), (tmp_path / "report.json").read_text()
     assert json.loads(report)["settings"]["reward_model_path"] == "http://127.0.0.1:1/get_reward"
     assert "hidden" not in report + said.out + said.err
@@ -115,7 +111,7 @@ JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses
 @pytest.fixture(scope="module")
 def attacked():
     tokenizer = build_trigger_tokenizer()
-    return build_trigger_model(tokenizer), tokenizer
+    return build_trigger_model(tokenizer, steps=1), tokenizer
 
 
 def attack(attacked, judge, output, rows=ROWS[:2]):
@@ -203,13 +199,12 @@ def with_helper(threshold):
     return make(f"def help(): return {threshold}\ndef f(goals, responses): return [help() for _ in responses]")
 
 
-PAIR = [
-    lambda goals, responses: [1.0],
-    lambda goals, responses: [2.0],
-]
 DIFFERENT = {
     "code": [make(JUDGE), make(JUDGE.replace("len", "-len"))],
-    "lambdas": PAIR,
+    "lambdas": [
+        lambda goals, responses: [1.0],
+        lambda goals, responses: [2.0],
+    ],
     "attribute": [Judge(1), Judge(2)],
     "slots": [Slotted(1), Slotted(2)],
     "class": [Judge(1), Stricter(1)],

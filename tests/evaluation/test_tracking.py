@@ -16,25 +16,13 @@ from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULS
 from trl_repulse.evaluation.plots import logged_panels, plot_training
 from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
 
-from ..conftest import USE_CPU
+from ..conftest import QUIET
 
 
 pytestmark = pytest.mark.trainer
 
-BASE = {
-    "max_completion_length": 1,
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "beta": 0.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "use_cpu": USE_CPU,
-    "bf16": False,
-    "activation_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+BASE = {"max_completion_length": 1, "per_device_train_batch_size": 8, "num_generations": 4, "beta": 0.0, **QUIET}
+BASE |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant"}
 
 
 def make_trainer(folder, repulse=True, reward=None, model=None, **settings):
@@ -60,14 +48,8 @@ def evaluator():
     def reward(texts):
         return torch.tensor([float(len(text)) for text in texts])
 
-    return ExactEvaluator(
-        tokenizer,
-        two_tokens.load_prompts()["prompt"][:3],
-        reward,
-        two_tokens.bad_token_ids(tokenizer),
-        1,
-        reference_model=initial_policy(),
-    )
+    prompts, bad = two_tokens.load_prompts()["prompt"][:3], two_tokens.bad_token_ids(tokenizer)
+    return ExactEvaluator(tokenizer, prompts, reward, bad, 1, reference_model=initial_policy())
 
 
 def keys(report):
@@ -127,9 +109,8 @@ def test_history(tmp_path, evaluator):
     assert history[-1]["policy"] != history[-1]["proposal"]
 
 
-@pytest.mark.parametrize("repulse", [True, False])
-def test_history_without_a_proposal(tmp_path, evaluator, repulse):
-    trainer = make_trainer(tmp_path, repulse, max_steps=2, **({"alpha": 0.0} if repulse else {}))
+def test_history_without_a_proposal(tmp_path, evaluator):
+    trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
     tracking = ExactTrackingCallback(evaluator, trainer, every=2)
     trainer.add_callback(tracking)
     trainer.train()
@@ -139,7 +120,8 @@ def test_history_without_a_proposal(tmp_path, evaluator, repulse):
 
 
 def test_a_second_run_starts_anew(tmp_path, evaluator):
-    trainer = make_trainer(tmp_path, max_steps=2)
+    """In micro-batches too."""
+    trainer = make_trainer(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     tracking = ExactTrackingCallback(evaluator, trainer)
     trainer.add_callback(tracking)
     trainer.train()
@@ -181,16 +163,7 @@ def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
     assert tracking.seconds == stopped
 
 
-def test_from_trainer(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=1)
-    prompts, bad = two_tokens.load_prompts()["prompt"][:2], two_tokens.bad_token_ids(trainer.processing_class)
-    tracking = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
-    assert tracking.every == 3
-    assert tracking.evaluator.rewards.shape[0] == 2
-    assert tracking.evaluator.max_completion_length == 1
-    assert tracking.evaluator.evaluate(trainer.model).kl == pytest.approx(0, abs=1e-6)
-
-
+@pytest.mark.thorough
 def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tmp_path):
     plain = make_trainer(tmp_path, max_steps=1, max_completion_length=2)
     prompts, bad = two_tokens.load_prompts()["prompt"][:1], two_tokens.bad_token_ids(plain.processing_class)
@@ -199,7 +172,8 @@ def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tm
     policy.generation_config.eos_token_id = [policy.generation_config.eos_token_id, first]
     trainer = make_trainer(tmp_path, model=policy, max_steps=1, max_completion_length=2, reward_weights=[-2.0])
     assert first in trainer.eos_token_ids
-    found = ExactTrackingCallback.from_trainer(trainer, prompts, bad)
+    found = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
+    assert found.every == 3 and found.evaluator.evaluate(initial_policy()).kl == pytest.approx(0, abs=1e-6)
     by_tokens = BadTokenTrackingCallback(trainer, prompts, bad)
     expected = by_tokens._evaluate(policy)["log_prob_bad"]
     assert found._evaluate(policy)["log_prob_bad"] == pytest.approx(expected, abs=1e-5)
@@ -227,7 +201,7 @@ TWO = {"max_completion_length": 2, "per_device_train_batch_size": 32}
 
 def test_bad_tokens_along_a_run(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=2, **TWO)
-    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"]
+    tokenizer, prompts = trainer.processing_class, two_tokens.load_prompts()["prompt"][:2]
     bad = two_tokens.bad_token_ids(tokenizer)
     tracking = BadTokenTrackingCallback(trainer, prompts, bad, every=1, batch_size=128)
     trainer.add_callback(tracking)
@@ -263,12 +237,17 @@ def test_bad_tokens_refuse_what_cannot_be_enumerated(tmp_path):
         BadTokenTrackingCallback(trainer, ["the " * 500], [4])
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    return make_trainer(tmp_path_factory.mktemp("run"), max_steps=1)
+
+
 class TestFiles:
     """What is written of a run, here an invented one."""
 
     @pytest.fixture
-    def tracking(self, tmp_path, evaluator):
-        tracking = ExactTrackingCallback(evaluator, make_trainer(tmp_path, max_steps=1))
+    def tracking(self, untrained, evaluator):
+        tracking = ExactTrackingCallback(evaluator, untrained)
         tracking.updates = 20
         tracking.history = [
             {
@@ -284,14 +263,8 @@ class TestFiles:
 
     def test_results(self, tmp_path, tracking):
         path = tmp_path / "new" / "results.json"
-        write_results(
-            path,
-            "RePULSe",
-            7,
-            tracking,
-            {"alpha": 0.1, "device": torch.device("cpu"), "bounds": (None, 1.0, -math.inf), "dtype": None},
-            {"reward": math.nan, "kl": 0.5},
-        )
+        settings = {"alpha": 0.1, "device": torch.device("cpu"), "bounds": (None, 1.0, -math.inf), "dtype": None}
+        write_results(path, "RePULSe", 7, tracking, settings, {"reward": math.nan, "kl": 0.5})
         results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
         names = "method seed samples policy_updates initial final seconds metrics history settings"
         assert list(results) == names.split()
@@ -301,13 +274,9 @@ class TestFiles:
         assert results["history"][1] == tracking.history[1]
         assert results["settings"] == {"alpha": 0.1, "device": "cpu", "bounds": ["None", 1.0, "-inf"]}
         assert results["metrics"] == {"kl": 0.5}
-
-    def test_results_without_exact_evaluation(self, tmp_path, tracking):
-        write_results(tmp_path / "results.json", "REINFORCE", 0, TrackingCallback(tracking.trainer), {})
-        results = json.loads((tmp_path / "results.json").read_text())
-        assert not {"initial", "final"} & set(results)
-        assert results["history"] == []
-        assert results["samples"] == 0
+        write_results(path, "REINFORCE", 0, TrackingCallback(tracking.trainer), {})  # without exact evaluation
+        results = json.loads(path.read_text())
+        assert not {"initial", "final"} & set(results) and (results["history"], results["samples"]) == ([], 0)
 
     def test_table(self, tracking):
         lines = format_table(tracking).splitlines()
@@ -317,19 +286,19 @@ class TestFiles:
         assert lines[4].split() == ["KL", "to", "reference,", "nats", "per", "completion", "0.0000", "-"]
         assert [line.split()[0] for line in lines[5:]] == ["samples", "seconds"]
         assert len(set(map(len, lines))) == 1
-
-    def test_table_without_exact_evaluation(self, tracking):
         table = format_table(TrackingCallback(tracking.trainer), {"reward": 0.123456, "step": 3})
         lines = [line.split() for line in table.splitlines()]
-        assert ["reward", "0.1235"] in lines
-        assert ["step", "3"] in lines
-        assert ["samples", "drawn", "0"] in lines
+        assert ["reward", "0.1235"] in lines and ["step", "3"] in lines and ["samples", "drawn", "0"] in lines
 
     def test_figure(self, tmp_path, tracking):
         path = tmp_path / "new" / "training.png"
         plot_training(tracking.history, path)
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
+        history = [entry | {"proposal": None} for entry in tracking.history]
+        history[0]["policy"]["log_prob_bad"] = None
+        plot_training(history, tmp_path / "training.pdf")
+        assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")
 
     @pytest.mark.parametrize("exact", [True, False])
     def test_figure_of_what_was_logged(self, tmp_path, tracking, exact):
@@ -367,9 +336,3 @@ class TestFiles:
     def test_nothing_to_draw(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to draw; log at least once"):
             plot_training([], tmp_path / "training.png", logs=[{"step": 1, "train_runtime": 1.0}])
-
-    def test_figure_without_a_proposal_or_finite_values(self, tmp_path, tracking):
-        history = [entry | {"proposal": None} for entry in tracking.history]
-        history[0]["policy"]["log_prob_bad"] = None
-        plot_training(history, tmp_path / "training.pdf")
-        assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")

@@ -130,6 +130,7 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "frontier.png").exists() and not list((tmp_path / "runs").glob("*.running"))
 
 
+@pytest.mark.thorough
 def test_the_largest_reward_is_the_worlds():
     tokenizer, judge = (
         AutoTokenizer.from_pretrained(path()) for path in (two_tokens.policy_path, two_tokens.reward_model_path)

@@ -39,17 +39,8 @@ QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "
 # Flags for models of the user's own, where nothing comes from embedded.yaml
 OWN = [
     *QUICK,
-    *("--per_device_train_batch_size", "8", "--num_generations", "4", "--report_to", "none"),
-    *(
-        "--save_strategy",
-        "no",
-        "--proposal",
-        "learned",
-        "--target_dist_beta",
-        "-1",
-        "--activation_checkpointing",
-        "false",
-    ),
+    *"--per_device_train_batch_size 8 --num_generations 4 --report_to none --save_strategy no".split(),
+    *"--proposal learned --target_dist_beta -1 --activation_checkpointing false".split(),
 ]
 
 
@@ -82,10 +73,8 @@ def reward_dir(tmp_path_factory, tokenizer):
     """A random reward model over the tiny models' vocabulary, with a chat template."""
     folder = tmp_path_factory.mktemp("reward")
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32, num_labels=1, pad_token_id=0
-    )
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "num_labels": 1, "pad_token_id": 0}
+    GPT2ForSequenceClassification(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return str(folder)
@@ -106,18 +95,15 @@ def exact(evaluator, folder):
 
 def table_of(output):
     """The printed table, name to (start, end)."""
-    rows = {}
-    for line in output.splitlines():
-        cells = line.rsplit(maxsplit=2)
-        if len(cells) == 3 and cells[0] in (
-            "expected reward",
-            "exact log P(bad), nats",
-            "KL to reference, nats per completion",
-            "samples drawn",
-            "seconds",
-        ):
-            rows[cells[0]] = cells[1:]
-    return rows
+    names = (
+        "expected reward",
+        "exact log P(bad), nats",
+        "KL to reference, nats per completion",
+        "samples drawn",
+        "seconds",
+    )
+    rows = (line.rsplit(maxsplit=2) for line in output.splitlines())
+    return {cells[0]: cells[1:] for cells in rows if len(cells) == 3 and cells[0] in names}
 
 
 # What a run leaves behind
@@ -178,6 +164,7 @@ def test_tracking_every(example, tmp_path):
     assert [entry["update"] for entry in read_results(tmp_path)["history"]] == [0, 1, 2]
 
 
+@pytest.mark.thorough
 def test_the_same_seed_gives_the_same_run(example, tmp_path):
     finals = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
@@ -186,12 +173,14 @@ def test_the_same_seed_gives_the_same_run(example, tmp_path):
     assert finals[0] == finals[1] != finals[2]
 
 
+@pytest.mark.thorough
 def test_more_prompts_an_update_than_there_are(example, tmp_path):
     example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
     results = read_results(tmp_path)
     assert (results["policy_updates"], results["samples"]) == (2, 1024)
 
 
+@pytest.mark.thorough
 def test_evaluation_by_sampling(example, tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "64"]
     example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--dataset_test_split", "train", *flags])
@@ -212,12 +201,9 @@ def test_peft(example, tmp_path):
         assert (folder / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, reward_dir, suffix):
-    path = tmp_path / f"prompts{suffix}"
-    prompts = ["the cat", "the dog ran", "fish"]
-    rows = prompts if suffix == ".csv" else [json.dumps({"prompt": prompt}) for prompt in prompts]
-    path.write_text("\n".join(["prompt", *rows] if suffix == ".csv" else rows))
+def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, reward_dir):
+    path, prompts = tmp_path / "prompts.csv", ["the cat", "the dog ran", "fish"]
+    path.write_text("\n".join(["prompt", *prompts]))
     models = ["--model_name_or_path", model_dirs["llama"], "--reward_model_path", reward_dir]
     example.main([*OWN, *models, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out")])
     results = read_results(tmp_path / "out")
@@ -304,9 +290,7 @@ def test_default_settings_are_those_of_the_file(example):
 def test_flags_win_over_the_file(example, tmp_path):
     assert parse(["--learning_rate", "0.5", "--output_dir=x"])[1].learning_rate == 0.5
     config = tmp_path / "own.yaml"
-    config.write_text(
-        "proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\nbf16: false\ndtype: bfloat16\n"
-    )
+    config.write_text("proposal: learned\nalpha: 0.25\nlearning_rate: 0.25\nnum_generations: 4\ndtype: bfloat16\n")
     _, args, model_args = parse(["--config", str(config), "--alpha", "0.75"])
     assert (args.alpha, args.learning_rate, args.num_generations) == (0.75, 0.25, 4)
     assert model_args.model_name_or_path is None  # so this is the embedded world too
@@ -341,66 +325,22 @@ def fail(monkeypatch, *flags):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--target_dist_beta", "0.5"], ["`target_dist_beta=0.5`", "must be below 0"]),
-        (["--temperature", "0.7"], ["`temperature=0.7`", "leave it at 1.0"]),
-        (["--top_k", "5"], ["`top_k=5`", "leave it at 0"]),
-        (["--alpha", "-1"], ["`alpha=-1.0`", "must be at least 0"]),
-        (["--alpha", "much"], ["--alpha", "invalid float value: 'much'"]),
-        (["--potential", "soft"], ["--potential", "invalid choice: 'soft'"]),
-        (["--no_such_flag", "1"], ["--no_such_flag"]),
-        (["--tracking_every", "0"], ["`every=0`", "must be at least 1"]),
-        (["--per_device_train_batch_size", "100"], ["generation_batch_size (100)", "num_generations (32)"]),
-        (["--config", "nowhere.yaml"], ["There is no file `nowhere.yaml`", "nowhere.yaml"]),
-        (["--dataset_name", "nowhere.jsonl"], ["There is no file `nowhere.jsonl`"]),
-        (
-            ["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"],
-            ["has no split 'test'; name a file", "`eval_dataset_name`"],
-        ),
-        (
-            ["--model_name_or_path", "m", "--alpha", "0"],
-            ["`--reward_model_path` is needed with `--model_name_or_path`"],
-        ),
-        (["--model_name_or_path", "m", "--alpha", "0", "--reward_model_path", "r"], ["`--dataset_name` is needed"]),
-        (["--max_completion_length", "3"], ["set a smaller max_completion_length, or evaluate by sampling"]),
+        (["--tracking_every", "0"], "`every=0` must be at least 1"),
+        (["--max_completion_length", "3"], "set a smaller max_completion_length, or evaluate by sampling"),
+        (["--dataset_name", "nowhere.jsonl"], "There is no file `nowhere.jsonl`"),
+        (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], "has no split 'test'; name a file"),
+        (["--model_name_or_path", "m", "--alpha", "0"], "`--reward_model_path` is needed with `--model_name_or_path`"),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
 def test_mistaken_flags(monkeypatch, tmp_path, flags, words):
     monkeypatch.chdir(tmp_path)
-    world = [] if flags[0] in ("--config", "--model_name_or_path") else WORLD
-    message = fail(monkeypatch, *world, *QUICK, "--output_dir", "out", *flags)
-    for word in words:
-        assert word in message
+    world = [] if flags[0] == "--model_name_or_path" else WORLD
+    assert words in fail(monkeypatch, *world, *QUICK, "--output_dir", "out", *flags)
     assert not Path("out", "results.json").exists()
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "is empty; give it at least one row with a `prompt`"),
-        ('{"question": "a"}', "has no column `prompt`, only question; name the one that holds the prompts"),
-        ('{"prompt": "the "}\n{"prompt": ""}', "has an empty `prompt`; fill it in or drop the row"),
-        (json.dumps({"prompt": "the " * 500}), "exceed the model's context of"),
-    ],
-    ids=["empty", "column", "blank", "long"],
-)
-def test_mistaken_prompts(monkeypatch, tmp_path, text, words):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    output = ["--output_dir", str(tmp_path / "out"), "--dataset_name", str(path)]
-    assert words in fail(monkeypatch, *WORLD, *QUICK, *output)
-
-
-def test_prompt_too_long_for_own_model(monkeypatch, tmp_path, model_dirs, reward_dir):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "cat " * 40}))
-    models = ["--model_name_or_path", model_dirs["gpt2"], "--reward_model_path", reward_dir]
-    message = fail(monkeypatch, *OWN, *models, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out"))
-    assert "exceed the model's context of 32 tokens; shorten or drop the prompt that begins 'cat cat" in message
-
-
-@pytest.mark.parametrize("is_embedded", [True, False])
-def test_infinite_reward(monkeypatch, tmp_path, is_embedded):
+def test_infinite_reward(monkeypatch, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
     with torch.no_grad():  # a feature that is always 10, times a weight near the largest float
         model.transformer.ln_f.weight[0], model.transformer.ln_f.bias[0] = 0.0, 10.0
@@ -408,17 +348,7 @@ def test_infinite_reward(monkeypatch, tmp_path, is_embedded):
     model.save_pretrained(tmp_path / "reward")
     AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).save_pretrained(tmp_path / "reward")
     flags = ["--reward_model_path", str(tmp_path / "reward"), "--output_dir", str(tmp_path / "out")]
-    if not is_embedded:
-        flags += ["--model_name_or_path", two_tokens.policy_path(), "--dataset_name", two_tokens.prompts_path()]
-    message = fail(monkeypatch, *([*WORLD, *QUICK] if is_embedded else OWN), *flags)
-    assert "inf" in message
-    assert ("return one finite number a text" if is_embedded else "return a finite number") in message
-
-
-def test_missing_model(monkeypatch, tmp_path):
-    models = ["--model_name_or_path", str(tmp_path / "model"), "--reward_model_path", two_tokens.reward_model_path()]
-    flags = ["--dataset_name", two_tokens.prompts_path(), "--output_dir", str(tmp_path / "out")]
-    assert str(tmp_path / "model") in fail(monkeypatch, *OWN, *models, *flags)
+    assert "return one finite number a text" in fail(monkeypatch, *WORLD, *QUICK, *flags)
 
 
 # As a command

@@ -25,13 +25,8 @@ COMMANDS = {
     for command in json.loads((ROOT / "tests" / "experiments.json").read_text())
     if command["method"] != "gcg"
 }
-SCRIPTS = {
-    "repulse": "repulse",
-    "policy_proposal": "repulse",
-    "reinforce": "reinforce",
-    "reinforce_transform": "reinforce",
-    "ppo": "ppo",
-}
+SCRIPTS = {name: name for name in ("repulse", "reinforce", "ppo")}
+SCRIPTS |= {"policy_proposal": "repulse", "reinforce_transform": "reinforce"}
 REWARD_TYPES = {
     "nicholasKluge/ToxicityModel": "toxicity",
     "OpenAssistant/reward-model-deberta-v3-large-v2": "sequence_pair",
@@ -174,16 +169,8 @@ ALWAYS = {
     "dtype": "float32",
     "optim": "adamw_torch_fused",
 }
-DEFAULTS = {
-    "bf16": False,
-    "reward_kwargs": None,
-    "apply_chat_template": False,
-    "single_prompt": None,
-    "bad_token_ids": None,
-    "eval_dataset_name": None,
-    "save_negatives": False,
-    "reward_transform": None,
-}
+UNSET = ("reward_kwargs", "single_prompt", "bad_token_ids", "eval_dataset_name", "reward_transform")
+DEFAULTS = dict.fromkeys(("bf16", "apply_chat_template", "save_negatives"), False) | dict.fromkeys(UNSET)
 OURS = {
     "ppo": {"num_iterations": 1, "epsilon": 0.2, "value_clip": 0.2, "gae_lambda": 0.95, "gamma": 1.0}
     | {"loss_type": "grpo", "whiten_advantages": True},
@@ -213,11 +200,8 @@ def found_settings(script_args, args, model_args):
 
 def test_there_is_a_file_for_each_command_and_no_other():
     assert len(COMMANDS) == 31
-    found = {
-        str(path.relative_to(CONFIGS).with_suffix(""))
-        for path in CONFIGS.glob("*/*.yaml")
-        if path.parent.name != "two_tokens"
-    }
+    paths = [path for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "two_tokens"]
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in paths}
     assert found == set(COMMANDS) | {"gcg_eval/gcg-1"}  # the attack's is read in test_gcg_cli.py
 
 
@@ -248,11 +232,8 @@ def test_a_flag_that_no_rule_knows_is_noticed():
 def test_an_update_is_the_same_on_any_number_of_processes(monkeypatch, processes, steps):
     monkeypatch.setattr(RePULSeConfig, "world_size", property(lambda self: processes))
     args = parse("llama/repulse-1")[1]
-    assert (args.gradient_accumulation_steps, args.steps_per_generation, args.generation_batch_size) == (
-        steps,
-        steps,
-        80,
-    )
+    found = (args.gradient_accumulation_steps, args.steps_per_generation, args.generation_batch_size)
+    assert found == (steps, steps, 80)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():
@@ -278,11 +259,6 @@ def test_the_migration_page_has_every_flag_of_the_commands():
 
 
 def test_the_migration_page_names_what_exists():
-    found = {
-        field.name
-        for script in ("repulse", "reinforce", "ppo")
-        for dataclass in parse(f"smollm/{script}-1")
-        for field in dataclasses.fields(dataclass)
-    }
-    found |= {field.name for cls in (GCGRunArguments, GCGEvaluationConfig) for field in dataclasses.fields(cls)}
+    read = [each for script in ("repulse", "reinforce", "ppo") for each in parse(f"smollm/{script}-1")]
+    found = {field.name for cls in (*read, GCGRunArguments, GCGEvaluationConfig) for field in dataclasses.fields(cls)}
     assert not {name for row in migrations() for name in row[1]} - found

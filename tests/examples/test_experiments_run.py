@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
-from examples.worlds import exact_tracking, two_tokens
+from examples.worlds import exact_tracking
 from examples.worlds.exact_tracking import train
 from trl_repulse.models._layout import Layout
 
@@ -78,24 +78,20 @@ def paths(tmp_path_factory):
     prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
     chatml = chat_tokenizer(CHATML, "<|im_end|>", ["<|im_start|>"])
     llama3 = chat_tokenizer(LLAMA3, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"])
-    pairs = {
-        "toy": (
-            save_gpt2(folder / "gpt2"),
-            save_model(folder / "toxicity", "roberta", build_tokenizer("pair", more=FILLERS))[0],
-        ),
-        "smollm": (
-            save_causal_model(folder / "smollm", "llama", chatml)[0],
-            save_model(folder / "deberta", "deberta", build_tokenizer("pair"))[0],
-        ),
-        "llama": (
-            save_causal_model(folder / "llama", "llama", llama3, context=256)[0],
-            save_model(folder / "skywork", "llama", llama3, context=256)[0],
-        ),
+    policies = {
+        "toy": save_gpt2(folder / "gpt2"),
+        "smollm": save_causal_model(folder / "smollm", "llama", chatml)[0],
+        "llama": save_causal_model(folder / "llama", "llama", llama3, context=256)[0],
+    }
+    rewards = {
+        "toy": save_model(folder / "toxicity", "roberta", build_tokenizer("pair", more=FILLERS))[0],
+        "smollm": save_model(folder / "deberta", "deberta", build_tokenizer("pair"))[0],
+        "llama": save_model(folder / "skywork", "llama", llama3, context=256)[0],
     }
     return {
-        group: ["--model_name_or_path", policy, "--reward_model_path", reward, "--dataset_name", str(prompts)]
+        group: ["--model_name_or_path", policy, "--reward_model_path", rewards[group], "--dataset_name", str(prompts)]
         + (["--eval_dataset_name", str(prompts)] if group != "toy" else [])
-        for group, (policy, reward) in pairs.items()
+        for group, policy in policies.items()
     }
 
 
@@ -182,15 +178,6 @@ def counts(monkeypatch):
     return found
 
 
-def assert_the_same(folders, metrics, folder, atol):
-    for name, value in metrics[0].items():
-        if isinstance(value, float) and not any(word in name for word in ("time", "second", "rank")):
-            assert value == pytest.approx(metrics[1][name], rel=2e-3, abs=1e-4), name
-    one, other = (load_file(path / folder / "model.safetensors") for path in folders)
-    for name, weight in one.items():
-        torch.testing.assert_close(weight, other[name], atol=atol, rtol=0)
-
-
 @pytest.mark.slow
 def test_prompts_read_once_change_nothing(paths, tmp_path, counts):
     """Fifty updates of a published run: the same metrics and weights, to float32 rounding."""
@@ -205,29 +192,13 @@ def test_prompts_read_once_change_nothing(paths, tmp_path, counts):
         shared.append(counts.copy())
     together = sum(count in (5, 10) for count in shared[0])  # all of a prompt, of one model or of both
     assert together > 0.9 * len(shared[0]) and set(shared[1]) == {1}
+    for name, value in metrics[0].items():
+        if isinstance(value, float) and not any(word in name for word in ("time", "second", "rank")):
+            assert value == pytest.approx(metrics[1][name], rel=2e-3, abs=1e-4), name
     for folder in ("", "proposal"):
-        assert_the_same([tmp_path / "True", tmp_path / "False"], metrics, folder, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_prompts_read_once_change_nothing_in_the_world_of_two_tokens(tmp_path, counts):
-    metrics, shared = [], []
-    for share in ("True", "False"):
-        counts.clear()
-        folder = tmp_path / share
-        flags = ["--output_dir", str(folder), "--max_steps", "50", "--share_prompts", share]
-        train("repulse", [*two_tokens.flags("repulse"), *flags])
-        metrics.append(json.loads((folder / "results.json").read_text())["metrics"])
-        shared.append(counts.copy())
-    assert sum(count > 1 for count in shared[0]) > 0.9 * len(shared[0]) and set(shared[1]) == {1}
-    folders = [tmp_path / "True", tmp_path / "False"]
-    assert_the_same(folders, metrics, "", atol=5e-4)
-    together, apart, before = (load_file(f"{path}/model.safetensors") for path in (*folders, two_tokens.policy_path()))
-
-    def distance(one, other):
-        return sum((one[name] - other[name]).double().square().sum().item() for name in one) ** 0.5
-
-    assert distance(together, apart) < 1e-3 * distance(together, before)
+        one, other = (load_file(tmp_path / share / folder / "model.safetensors") for share in ("True", "False"))
+        for name, weight in one.items():
+            torch.testing.assert_close(weight, other[name], atol=2e-5, rtol=0)
 
 
 def test_the_scripts_are_those_of_the_commands():

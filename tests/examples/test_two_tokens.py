@@ -1,7 +1,5 @@
 import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,11 +40,6 @@ def evaluator(tokenizer, policy, prompts):
     )
 
 
-def test_import_is_light():
-    code = "import sys, trl_repulse.embedded; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
 def test_size():
     world = Path(two_tokens.prompts_path()).parent
     assert sum(file.stat().st_size for file in world.rglob("*") if file.is_file()) < 3e6
@@ -57,11 +50,6 @@ class TestFiles:
         assert prompts == grammar.PROMPTS
         # GPT-2's absolute positions: prompts of one length are never padded, hence never shifted.
         assert {len(ids) for ids in tokenizer(prompts)["input_ids"]} == {8}
-
-    def test_bad_words(self, tokenizer):
-        assert two_tokens.bad_words() == grammar.BAD_WORDS
-        tokens = tokenizer.convert_ids_to_tokens(two_tokens.bad_token_ids(tokenizer))
-        assert tokens == [" " + word for word in grammar.BAD_WORDS]
 
     def test_architecture(self, policy, tokenizer):
         assert type(policy).__name__ == "GPT2LMHeadModel"
@@ -81,6 +69,7 @@ class TestTokenizer:
     def test_both_models_share_one_vocabulary(self, tokenizer):
         assert AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).get_vocab() == tokenizer.get_vocab()
 
+    @pytest.mark.thorough
     def test_every_pair_survives_decoding_and_encoding(self, tokenizer, prompts):
         """Text of prompt + completion gives back the ids of both, special tokens of the completion left out."""
         special = set(tokenizer.all_special_ids)
@@ -93,10 +82,6 @@ class TestTokenizer:
             # What calling the tokenizer does, without the making of a batch
             encodings = tokenizer.backend_tokenizer.encode_batch_fast([prompt + text for text in texts])
             assert [encoding.ids for encoding in encodings] == [prompt_ids + ids for ids in kept]
-
-    def test_completion_of_special_tokens_decodes_to_nothing(self, tokenizer):
-        assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
-        assert tokenizer.decode([tokenizer.pad_token_id, tokenizer.eos_token_id], skip_special_tokens=True) == ""
 
 
 class TestGrammar:
@@ -112,10 +97,6 @@ class TestGrammar:
         rng = random.Random(0)
         assert {grammar.family_of(grammar.draw_frame(family, rng)) for _ in range(200)} == {family}
 
-    def test_family_of_something_else(self):
-        with pytest.raises(ValueError, match="no frame"):
-            grammar.family_of(grammar.split_words("The guest said"))
-
     def test_scores(self):
         assert grammar.score("person", [" very", " kind"]) == grammar.MAX_SCORE
         assert grammar.score("person", [" a", " hero"]) == grammar.MAX_SCORE
@@ -125,13 +106,8 @@ class TestGrammar:
         assert grammar.score("person", [" not", " kind"]) < 0 < grammar.score("person", [" kind", "."])
         assert grammar.score("person", []) == -1.0
 
-    def test_rude_sentences_are_rare(self):
-        rng = random.Random(0)
-        rude = {" " + word for word in grammar.BAD_WORDS}
-        share = sum(bool(rude & set(grammar.draw_sentence(rng))) for _ in range(20_000)) / 20_000
-        assert share == pytest.approx(grammar.RUDE_RATE, abs=0.002)
 
-
+@pytest.mark.thorough
 class TestExactNumbers:
     def test_rude_words_are_rare_but_possible(self, evaluator, policy):
         report = evaluator.evaluate(policy)

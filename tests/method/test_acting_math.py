@@ -4,6 +4,7 @@ Reference values come from plain forward passes, one unpadded trajectory at a ti
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,10 +57,17 @@ class Acting(recorded(RePULSeGRPOTrainer)):
         answers = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         return prompt_ids, completions, masks, answers, None, {}, None, []
 
-    def _score(self, model, batch, names=("completion",), **options):
-        scores = super()._score(model, batch, names, **options)
-        noisy = zip(scores.log_p, names, strict=True)
-        return scores._replace(log_p=[x + self.noise * (batch[f"{name}_ids"] == self.noisy) for x, name in noisy])
+    def _build_services(self):
+        super()._build_services()
+        score = self._scoring.score
+
+        def noisy(model, units, *args, **options):
+            scores = score(model, units, *args, **options)
+            sets = units.sets()
+            log_p = {name: x + self.noise * (sets[name].ids == self.noisy) for name, x in scores.log_p.items()}
+            return replace(scores, log_p=log_p)
+
+        self._scoring.score = noisy
 
 
 @pytest.fixture

@@ -241,9 +241,9 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(make, tmp_path, monkeypatch):
 
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     whole, resumed = trained("whole"), trained("resumed", checkpoint)
-    assert resumed.constraint.state() == whole._constraint.state()
+    assert resumed.constraint.state() == whole.constraint.state()
     assert same_parameters(whole.model, resumed.model)
     monkeypatch.setattr(Constraint, "load_state", lambda self, state: None)  # the control
     begun_anew = trained("anew", checkpoint)
-    assert begun_anew.constraint.multiplier != whole._constraint.multiplier
+    assert begun_anew.constraint.multiplier != whole.constraint.multiplier
     assert not same_parameters(whole.model, begun_anew.model)

@@ -1,4 +1,4 @@
-"""Models that are not what they are passed as: refused by name, in training; beside each, the neighbour that is right."""
+"""Models that are not what they are passed as: the checks, and that trainers make them; beside each, the neighbour that is right."""
 
 import copy
 
@@ -8,6 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -29,14 +30,14 @@ from transformers import (
 )
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
-from trl_repulse.models._model_checks import check_separate, check_tokenizer
+from trl_repulse.models._loading import load_model
+from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate, check_tokenizer
 
 from ..conftest import WORDS, build_model, build_tokenizer
 from ..engine.test_adapters_math import lora
 
 
 pytestmark = pytest.mark.trainer
-TRAINERS = [RePULSeTrainer, ReinforceTrainer, PPOTrainer]
 V = 19
 SIZES = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
@@ -85,44 +86,85 @@ def with_path(model, folder, tokenizer):
     return model
 
 
-def build_own(make, trainer_cls, model, tokenizer, **extra):
-    """A trainer of models that a user has built."""
-    extra |= {"processing_class": tokenizer} | ({"value_model": gpt2()} if trainer_cls is PPOTrainer else {})
-    return make(trainer_cls, model=model, extra=extra)
-
-
 @pytest.mark.parametrize("kind", MODELS)
+def test_what_is_no_causal_language_model(tokenizer, tmp_path, kind):
+    with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
+        check_causal(MODELS[kind](), "`model`")
+    if kind not in ("bert", "electra", "xlnet"):  # whose configuration does not show it
+        with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
+            check_language_model(saved(tmp_path / "model", MODELS[kind](), tokenizer), "`model`")
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "name"),
+    [
+        (RePULSeTrainer, "model"),
+        (RePULSeTrainer, "proposal_model"),
+        (ReinforceTrainer, "model"),
+        (PPOTrainer, "model"),
+    ],
+)
 @pytest.mark.parametrize("given", ["model", "path"])
-@pytest.mark.parametrize("role", ["policy", "proposal"])
-def test_what_is_no_causal_language_model(make, tokenizer, tmp_path, kind, given, role):
-    model = MODELS[kind]()
+def test_trainers_check_their_models(make, tokenizer, tmp_path, trainer_cls, name, given):
+    model, extra = MODELS["bert"](), {"processing_class": tokenizer}
     if given == "path":
         model = saved(tmp_path / "model", model, tokenizer)
-    extra = {"processing_class": tokenizer}
-    name, policy = "model", model
-    if role == "proposal":
-        name, policy, extra["proposal_model"] = "proposal_model", gpt2(), model
-    with pytest.raises(ValueError, match=f"^`{name}` {MESSAGES[kind]}"):
-        make(model=policy, extra=extra)
+    if trainer_cls is PPOTrainer:
+        extra["value_model"] = gpt2()
+    if name == "proposal_model":
+        extra["proposal_model"] = model
+    with pytest.raises(ValueError, match=f"^`{name}` {MESSAGES['bert']}"):
+        make(trainer_cls, model=model if name == "model" else gpt2(), extra=extra)
 
 
-@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
-@pytest.mark.parametrize("kind", ["bert", "t5", "classifier"])
-def test_in_the_other_trainers(make, tokenizer, trainer_cls, kind):
-    with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
-        build_own(make, trainer_cls, MODELS[kind](), tokenizer)
-
-
-@pytest.mark.parametrize("kind", ["masked", "t5", "headless"])
-def test_a_path_is_refused_by_its_configuration(make, tokenizer, tmp_path, monkeypatch, kind):
-    path = saved(tmp_path / "model", MODELS[kind](), tokenizer)
+@pytest.mark.parametrize("name", ["model", "proposal_model"])
+def test_a_path_is_refused_by_its_configuration(make, tokenizer, tmp_path, monkeypatch, name):
+    path = saved(tmp_path / "model", MODELS["t5"](), tokenizer)
+    policy = path if name == "model" else gpt2()
 
     def loaded(*args, **kwargs):
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
-    with pytest.raises(ValueError, match=MESSAGES[kind]):
-        make(model=path)
+    with pytest.raises(ValueError, match=f"^`{name}` {MESSAGES['t5']}"):
+        make(model=policy, extra={"processing_class": tokenizer} | ({} if name == "model" else {name: path}))
+
+
+@pytest.mark.parametrize("kind", ["bart", "classifier"])
+def test_what_would_load_as_a_language_model(tokenizer, tmp_path, kind):
+    """Their heads are the embeddings, so that no weight is missing."""
+    path = saved(tmp_path / "model", MODELS[kind](), tokenizer)
+    with pytest.raises(ValueError, match=f"^The policy `.*` {MESSAGES[kind]}"):
+        load_model(AutoModelForCausalLM, path, "policy")
+    backbone = saved(tmp_path / "backbone", gpt2().transformer, tokenizer)
+    model = load_model(AutoModelForCausalLM, backbone, "policy")
+    assert torch.equal(model.lm_head.weight, gpt2().lm_head.weight)
+
+
+def test_the_check_leaves_no_trace(architecture):
+    model = build_model(architecture, V)
+    model.train()
+    model.lm_head.eval()
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    check_causal(model, "`model`")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_precision_and_scale_of_the_weights_do_not_matter(dtype, spread):
+    for is_decoder in (True, False):
+        torch.manual_seed(0)
+        model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=is_decoder, initializer_range=spread)).to(dtype)
+        if is_decoder:
+            check_causal(model, "`model`")
+            continue
+        with pytest.raises(ValueError, match="come after them"):
+            check_causal(model, "`model`")
 
 
 def test_a_decoder_with_an_encoders_name_is_a_policy(make, tokenizer):
@@ -152,7 +194,6 @@ def test_models_without_weights(make, tokenizer, role):
 # Reward models
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -161,16 +202,16 @@ def test_models_without_weights(make, tokenizer, role):
         ("renamed", "has no weights for score.weight"),
     ],
 )
-def test_a_reward_model_without_a_trained_head(make, tokenizer, tmp_path, trainer_cls, kind, message):
+def test_a_reward_model_without_a_trained_head(make, tokenizer, tmp_path, kind, message):
     path = saved(tmp_path / "reward", gpt2() if kind == "lm" else gpt2().transformer, tokenizer)
     config = tmp_path / "reward" / "config.json"
     if kind == "renamed":
         config.write_text(config.read_text().replace('"GPT2Model"', '"GPT2ForSequenceClassification"'))
     with pytest.raises(ValueError, match=message):
-        make(trainer_cls, reward_funcs=[path])
+        make(reward_funcs=[path])
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
 def test_a_reward_model_that_was_saved_as_one(make, tokenizer, tmp_path, trainer_cls):
     own = build_tokenizer([*WORDS[::-1], "more"])  # another tokenizer is fine
     model = classifier(vocab_size=len(own), pad_token_id=None)
@@ -183,20 +224,18 @@ def test_a_reward_model_that_was_saved_as_one(make, tokenizer, tmp_path, trainer
     trainer.train()
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
 def test_reward_models_that_are_none(make, tokenizer, tmp_path, trainer_cls):
-    policy = gpt2()
+    policy, two = gpt2(), with_path(classifier(num_labels=2), tmp_path / "two", tokenizer)
     extra = {"processing_class": tokenizer}
-    message = "`reward_funcs\\[0\\]` (is a GPT2LMHeadModel and no classifier|and `model` share weights)"
-    with pytest.raises(ValueError, match=message):
-        make(trainer_cls, model=policy, reward_funcs=policy, extra=extra)
-    with pytest.raises(ValueError, match=r"`reward_funcs\[1\]` is a GPT2LMHeadModel and no classifier"):
-        make(trainer_cls, model=policy, reward_funcs=[lambda **_: [0.0], gpt2()], extra=extra)
-    two = with_path(classifier(num_labels=2), tmp_path / "two", tokenizer)
-    with pytest.raises(ValueError, match=r"`reward_funcs\[0\]` has 2 labels, of which TRL reads the first"):
-        make(trainer_cls, model=policy, reward_funcs=two, extra=extra)
-    with pytest.raises(ValueError, match="head has the size of 2 labels"):
-        make(trainer_cls, model=policy, reward_funcs=str(tmp_path / "two"), extra=extra)
+    for reward, message in (
+        (policy, r"`reward_funcs\[0\]` (is a GPT2LMHeadModel and no classifier|and `model` share weights)"),
+        ([lambda **_: [0.0], gpt2()], r"`reward_funcs\[1\]` is a GPT2LMHeadModel and no classifier"),
+        (two, r"`reward_funcs\[0\]` has 2 labels, of which TRL reads the first"),
+        (str(tmp_path / "two"), "head has the size of 2 labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(trainer_cls, model=policy, reward_funcs=reward, extra=extra)
     make(trainer_cls, model=policy, reward_funcs=with_path(classifier(), tmp_path / "one", tokenizer), extra=extra)
 
 
@@ -298,35 +337,32 @@ def test_a_value_model_with_the_policys_weights(make, tokenizer):
 
 
 @pytest.mark.parametrize(("trainer_cls", "name"), [(RePULSeTrainer, "proposal_model"), (PPOTrainer, "value_model")])
-def test_a_second_model_with_other_tokens_of_the_same_number(make, tokenizer, tmp_path, trainer_cls, name):
+def test_a_second_model_with_other_tokens_of_the_same_number(make, tmp_path, trainer_cls, name):
     permuted = saved(tmp_path / "permuted", gpt2(), build_tokenizer(WORDS[::-1]))
     message = f"`{name}` has a tokenizer of its own, with 'bad' for the policy's token 3, 'the'"
     with pytest.raises(ValueError, match=message):
         make(trainer_cls, extra={name: permuted})
     renamed = build_tokenizer()
     renamed.add_special_tokens({"additional_special_tokens": ["<turn>"]})
-    for own in (tokenizer, None, renamed):
-        make(trainer_cls, extra={name: saved(tmp_path / f"own-{own is None}-{own is renamed}", gpt2(), own)})
+    for own in (None, renamed):
+        make(trainer_cls, extra={name: saved(tmp_path / f"own-{own is None}", gpt2(), own)})
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
-def test_a_tokenizer_without_an_end(make, trainer_cls):
+def test_a_tokenizer_without_an_end(make):
     endless = build_tokenizer()
     endless.eos_token = None
     for end in (None, 1):
         policy = gpt2()
         policy.generation_config.eos_token_id = end
         with pytest.raises(ValueError, match=r"The tokenizer \(`processing_class`\) has no end token.*`eos_token`"):
-            build_own(make, trainer_cls, policy, endless)
+            make(model=policy, extra={"processing_class": endless})
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
+@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
 def test_a_tokenizer_with_more_tokens_than_the_model(make, trainer_cls):
     larger = build_tokenizer()
     larger.add_tokens([" zebra"])
-    extra = {"processing_class": larger}
-    if trainer_cls is PPOTrainer:
-        extra["value_model"] = gpt2()
+    extra = {"processing_class": larger} | ({"value_model": gpt2()} if trainer_cls is PPOTrainer else {})
     make(trainer_cls, model=gpt2(), extra=extra).train()  # none that is met: Gemma 3 has such a token
     prompts = Dataset.from_dict({"prompt": ["the cat zebra"] * 4})
     message = "'the cat zebra', has the token 19, but the model has embeddings for 19 tokens"
@@ -348,16 +384,11 @@ def test_the_same_tokenizer_fits_a_resized_model():
     check_tokenizer(larger, model.config)
 
 
-@pytest.mark.parametrize("trainer_cls", TRAINERS)
-def test_trained_tokens_of_an_embedding_that_is_the_head(make, model_dirs, trainer_cls):
+def test_trained_tokens_of_an_embedding_that_is_the_head(make):
     config = lora("gpt2", trainable_token_indices=[3, 4])
-    extra = {"peft_config": config, **({"value_model": model_dirs["gpt2"]} if trainer_cls is PPOTrainer else {})}
     with pytest.raises(ValueError, match="`trainable_token_indices`.*`tie_word_embeddings`"):
-        make(trainer_cls, extra=extra)
-    extra["peft_config"] = lora("llama", trainable_token_indices=[3, 4])
-    if trainer_cls is PPOTrainer:
-        extra["value_model"] = model_dirs["llama"]
-    make(trainer_cls, model="llama", extra=extra).train()
+        make(extra={"peft_config": config})
+    make(model="llama", extra={"peft_config": lora("llama", trainable_token_indices=[3, 4])}).train()
 
 
 def test_a_quantized_proposal_without_an_adapter(make, model_dirs):

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_repulse import ReinforceTrainer, rewards
@@ -296,12 +296,6 @@ def test_more_bad_arguments_are_refused(pair):
         SequencePairReward("no/such/folder", **CPU)
 
 
-def test_a_checkpoint_without_a_trained_head_is_refused(tmp_path):
-    folder, _ = save_model(tmp_path, "deberta", build_tokenizer("pair"), auto_class=AutoModel)
-    with pytest.raises(ValueError, match=r"has no weights for classifier\.bias, .*SequenceClassification needs"):
-        SequencePairReward(folder, **CPU)
-
-
 def save_adapter(folder, labels, **options):
     """An adapter for a classifier over a language model, without a tokenizer, as TRL's RewardTrainer leaves one."""
     tokenizer = build_tokenizer()
@@ -368,6 +362,7 @@ def test_public_names():
         rewards.NoSuchReward  # noqa: B018
 
 
+@pytest.mark.thorough
 @pytest.mark.trainer
 def test_training_with_a_reward(make, pair):
     reward = SequencePairReward(pair[0])

@@ -12,7 +12,6 @@ from trl.trainer.utils import get_callable_name
 from examples.worlds import two_tokens
 from trl_repulse import rewards
 from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, SequencePairReward, ToxicityReward
-from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.loading import load_reward
 from trl_repulse.rewards.transformed import TransformedReward
 
@@ -49,20 +48,6 @@ def test_models(folders, reward_type, cls, kwargs):
     assert reward(["the cat"], [" ran"]) == direct(["the cat"], [" ran"])
 
 
-def test_remote():
-    reward = load_reward("remote", "http://a:1/get,http://b:2/get", timeout=5.0)
-    assert type(reward) is RemoteReward
-    assert (reward.shown_urls, reward.timeout) == (["http://a:1/get", "http://b:2/get"], 5.0)
-
-
-def test_function(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text("def length(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n")
-    reward = load_reward(f"{path}:length")
-    assert isinstance(reward, FunctionReward)
-    assert reward(prompts=["a"], completions=["bcd"]) == [3.0]
-
-
 def test_no_type_leaves_the_path_to_trl():
     assert load_reward(None, "some/model") == "some/model"
 
@@ -89,7 +74,7 @@ def test_a_language_model_is_no_reward_model(model_dirs):
         (("chat", "m"), {"max_length": 3}, "`reward_kwargs` has `max_length`, which `reward_type='chat'` does not"),
         (("own.py:f", "m"), {}, "`reward_model_path` has no effect with the function 'own.py:f'"),
         (("own.py:f",), {"max_length": 3}, "does not take; it takes label_column"),
-        (("own.py:f",), {}, "There is no file"),
+        (("own.py:f",), {}, "There is no file `.*own.py`; give the path of a Python file"),
         (("remote", "a,b"), {}, "`url` must be like"),
     ],
 )

@@ -101,6 +101,9 @@ def test_a_good_server(serve):
     assert result == LENGTHS and all(type(value) is float for value in result)
     queries = [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     assert server.payloads == [{"query": queries, "prompts": PROMPTS, "labels": [""] * 5}]
+    prompt, completion = [{"role": "user", "content": "the"}], [{"role": "assistant", "content": "cat"}]
+    assert reward([prompt], [completion]) == [2.0] and reward([], []) == []
+    assert server.payloads[1:] == [{"query": [prompt + completion], "prompts": [prompt], "labels": [""]}]
 
 
 def test_batches_and_labels(serve):
@@ -111,18 +114,6 @@ def test_batches_and_labels(serve):
     assert all(set(payload) == {"query", "prompts", "labels"} for payload in server.payloads)
     with pytest.raises(ValueError, match="has no column `answer` of labels"):
         RemoteReward(server.url, label_column="answer")(PROMPTS, COMPLETIONS)
-
-
-def test_conversations_are_sent_as_messages(serve):
-    server = serve()
-    prompt, completion = [{"role": "user", "content": "the"}], [{"role": "assistant", "content": "cat"}]
-    assert RemoteReward(server.url)([prompt], [completion]) == [2.0]
-    assert server.payloads[0]["query"] == [prompt + completion] and server.payloads[0]["prompts"] == [prompt]
-
-
-def test_nothing_to_score(serve):
-    server = serve()
-    assert RemoteReward(server.url)([], []) == [] == server.payloads
 
 
 def test_servers_take_turns_also_between_calls_and_work_at_once(serve):
@@ -155,20 +146,16 @@ def test_a_failing_server_is_asked_again_after_ever_longer_waits(serve, monkeypa
     assert waits == [0.5, 1.0, 2.0] and len(server.payloads) == 4
 
 
-def test_a_server_that_always_fails_is_named(serve):
-    server = serve(failing(10**6))
-    with pytest.raises(ConnectionError, match=rf"^3 requests .*{server.url} \(status 503, 'not now'\)\. See whether"):
-        RemoteReward(server.url, retries=2, backoff=0.01)(PROMPTS, COMPLETIONS)
-    assert len(server.payloads) == 3
-
-
 def test_the_next_server_stands_in(serve):
     bad, other = serve(failing(10**6)), serve()
     reward = RemoteReward([bad.url, other.url], retries=1, backoff=0.01, batch_size=2)
     assert reward(PROMPTS, COMPLETIONS) == LENGTHS
     assert len(bad.payloads) == 2 and len(other.payloads) == 3
-    with pytest.raises(ConnectionError, match=rf"{bad.url} \(.*\); {bad.url}/2 \("):
+    bad.payloads.clear()
+    message = rf"^2 requests .*{bad.url} \(status 503, 'not now'\); {bad.url}/2 \(.*\)\. See whether"
+    with pytest.raises(ConnectionError, match=message):
         RemoteReward([bad.url, bad.url + "/2"], retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
+    assert len(bad.payloads) == 2
 
 
 def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
@@ -190,13 +177,6 @@ def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
     assert len(asked) == 2
 
 
-def test_a_refusal_is_not_repeated(serve):
-    server = serve(lambda payload, _: (404, b"no such path"))
-    with pytest.raises(ValueError, match=rf"{server.url} refused a request: status 404, 'no such path'"):
-        RemoteReward(server.url)(PROMPTS, COMPLETIONS)
-    assert len(server.payloads) == 1
-
-
 def test_a_slow_server(serve):
     done = threading.Event()
 
@@ -216,14 +196,6 @@ def test_a_slow_server(serve):
         done.set()
 
 
-def test_no_server():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    with pytest.raises(ConnectionError, match=rf"{url} \(.*refused\)"):
-        RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -233,11 +205,9 @@ def test_no_server():
         (b'{"rewards": [1, 1, Infinity, 1, 1]}', "answered inf for completion 2 of 5"),
         (b'{"rewards": [1, 1, 1, 1e39, 1]}', r"answered 1e\+39 for completion 3"),
         ({"rewards": [10**400] * 5}, "answered 1000"),
-        ({"rewards": [None] * 5}, "answered None for completion 0"),
         ({"rewards": [True] * 5}, "answered True for completion 0"),
         ({"rewards": [[1.0]] * 5}, r"answered \[1.0\] for completion 0"),
         ({"rewards": 1.0}, r'instead of \{"rewards": \[...\]\}'),
-        ({"scores": [1.0] * 5}, r'instead of \{"rewards": \[...\]\}'),
         ([1.0] * 5, r'instead of \{"rewards": \[...\]\}'),
         (b"<html>", "answered '<html>', which is not JSON"),
         (b"\xff\xfe\x00", "which is not JSON"),
@@ -257,9 +227,7 @@ def test_a_lying_server_is_named_and_not_asked_again(serve, answer, message):
         ({"url": []}, "`url` is empty"),
         ({"url": "localhost:5000"}, "must be like 'http://host:port/path', got 'localhost:5000'"),
         ({"url": ["http://a/", "file:///etc/hosts"]}, "got 'file:///etc/hosts'"),
-        ({"url": "http://a:5000x/"}, "must be like 'http://host:port/path', got 'http://a:5000x/'"),
         ({"url": "http://a:99999/"}, "got 'http://a:99999/'"),
-        ({"url": "http://a b/"}, "got 'http://a b/'"),
         ({"url": "http://a/größe"}, "got 'http://a/größe'"),
         ({"url": "http://[::1/"}, r"got 'http://\[::1/'"),
         ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
@@ -327,8 +295,8 @@ def test_no_secret_where_nobody_answers(caplog):
     caplog.set_level(logging.DEBUG)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        reward = RemoteReward(f"http://{USER}:pw@127.0.0.1:{free.getsockname()[1]}/?key={KEY}", retries=0)
-    with pytest.raises(ConnectionError) as caught:
+        reward = RemoteReward(f"http://{USER}:pw@127.0.0.1:{free.getsockname()[1]}/?key={KEY}", retries=1, backoff=0)
+    with pytest.raises(ConnectionError, match=r"127.0.0.1:\d+/\S* \(.*refused\)") as caught:
         ask(reward)
     said = everything(caught.value) + repr(reward) + caplog.text
     assert "127.0.0.1" in said and USER not in said and "hidden" not in said
@@ -374,13 +342,14 @@ def test_a_token_is_kept_nowhere(serve, monkeypatch):
         RemoteReward(f"http://a:b@{server.address}", token_variable="REWARD_TOKEN")
 
 
-@pytest.mark.parametrize("status", [301, 303, 307])
-def test_redirects_are_not_followed(serve, caplog, status):
+@pytest.mark.parametrize("status", [301, 307, 404])
+def test_refusals_are_not_repeated_and_redirects_not_followed(serve, caplog, status):
     """A server that redirects repeats the query in the address, which is a header of its answer."""
     caplog.set_level(logging.DEBUG)
     elsewhere = serve()
     server = serve(lambda payload, handler: (status, b"", ("Location", f"{elsewhere.url}?{KEY}")))
-    with pytest.raises(ValueError, match=f"status {status}, ''; redirects are not followed") as caught:
+    message = f"{server.url} refused a request: status {status}, ''" + "; redirects are not followed" * (status < 400)
+    with pytest.raises(ValueError, match=message) as caught:
         ask(RemoteReward(server.url))
     assert not elsewhere.requests and len(server.requests) == 1
     assert KEY not in everything(caught.value) + caplog.text
@@ -412,7 +381,7 @@ def test_a_call_works_where_an_event_loop_runs(serve):
 def test_many_threads_may_ask(serve):
     reward = RemoteReward(serve().url, batch_size=2)
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda _: ask(reward), range(40))) == [LENGTHS] * 40
+        assert list(threads.map(lambda _: ask(reward), range(16))) == [LENGTHS] * 16
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -469,7 +438,7 @@ def test_no_secret_in_the_file_of_suggest(serve, tmp_path, capsys, caplog):
     urls = [f"http://{USER}:{PASSWORD}@{servers[0].address}{query}", f"http://{servers[1].address}"]
     arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
     arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file)]
-    arguments += ["--reward_type", "remote"]
+    arguments += ["--reward_type", "remote", "--minutes", "2"]
     assert main([*arguments, "--reward_model_path", ",".join(urls)]) == 0
     written, printed = file.read_text(), capsys.readouterr()
     said = written + printed.out + printed.err + caplog.text

@@ -11,7 +11,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, RewardServer, SequencePairReward, ToxicityReward
 
@@ -136,20 +135,15 @@ USER = {"role": "user", "content": "the"}
         (b"{", "Expecting property name"),
         (b"\xff\xfe\x00", "codec can't decode"),
         (b"[" * 100_000, "maximum recursion depth"),
-        (b"", "Expecting value"),
         ([1], "`query` must be a list"),
         ({}, "`query` must be a list"),
         (PAYLOAD | {"query": "the dog"}, "`query` must be a list"),
         ({"query": QUERIES}, "`prompts` must be a list"),
-        (PAYLOAD | {"labels": "x"}, "`labels` must be a list"),
         (PAYLOAD | {"labels": ["x"]}, "`labels` must be a list, with one entry a completion"),
         (PAYLOAD | {"prompts": PROMPTS[:2]}, "`prompts` must be a list, with one entry a completion"),
         (PAYLOAD | {"query": [*QUERIES[:2], None]}, "`query` 2 must be text"),
         (PAYLOAD | {"prompts": [1, 2, 3]}, "`query` 0 must be text"),
-        (
-            PAYLOAD | {"prompts": ["the", "cat", "a"]},
-            "`query` 1 must be text, or a list of messages, that begins with",
-        ),
+        (PAYLOAD | {"prompts": ["the", "cat", "a"]}, "`query` 1 must be text, or a list of messages, that begins"),
         ({"query": ["the dog"], "prompts": [[USER]]}, "`query` 0 must be text"),
         ({"query": [[]], "prompts": [[USER]]}, "`query` 0 must be text"),
     ],
@@ -189,11 +183,6 @@ def test_what_is_no_reward_is_not_sent(serve, rewards, message):
     assert status == 500 and message in answer["detail"]
 
 
-def test_none_is_named_by_the_client(serve):
-    with pytest.raises(ValueError, match="answered None for completion 1 of 3; a reward must be a finite number"):
-        RemoteReward(serve(lambda **columns: [1.0, None, 2.0]).url)(PROMPTS, COMPLETIONS)
-
-
 async def asynchronous(completions, **columns):
     return [1.0] * len(completions)
 
@@ -207,10 +196,6 @@ class Asynchronous:
 def test_an_asynchronous_reward_is_refused_at_once(reward):
     with pytest.raises(ValueError, match=r"is asynchronous; serve one that returns `asyncio.run\("):
         RewardServer(reward, port=0)
-
-
-def test_tensors_are_sent_as_numbers(serve):
-    assert ask(serve(lambda **columns: torch.tensor([1, 2, 3])), PAYLOAD) == (200, {"rewards": [1.0, 2.0, 3.0]})
 
 
 def test_one_request_at_a_time_has_the_model(serve):
