@@ -203,7 +203,7 @@ def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
 
 @pytest.mark.thorough
 def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
-    """Nor PEFT, which does; and it says what it says where both have been imported."""
+    """Nor PEFT, which does; and it says the same where both have been imported."""
     monkeypatch.setenv("COLUMNS", "100")
     heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
     code = "import sys; from trl_repulse.cli.main import main; main(['repulse', '--help']); "

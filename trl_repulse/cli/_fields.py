@@ -76,27 +76,22 @@ class Parser(argparse.ArgumentParser):
             self._of_training = None  # what is said first needs no TRL
             self.error(f"`{flag}` is no argument; remove it.{hint}")
         if self._of_training is not None:
-            self._check_training_names(*self._of_training)
+            self._check_of_training(*self._of_training)
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """As [`argparse.ArgumentParser.error`], unless a wrong name in the file is to blame."""
         if self._of_training is not None:
-            self._check_training_names(*self._of_training)
+            self._check_of_training(*self._of_training)
         super().error(message)
 
-    def _check_training_names(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` unless all names are those of a training command."""
-        for name, value in values.items():
-            if name not in self._training_names():
-                raise unknown_name(f"`{path}`", name, value, self._training_names())
-
-    def take_training_names(self, names_of_files: Callable[[], Collection[str]]) -> None:
+    def take_training_names(self, check: Callable[[Path, Mapping[str, Any]], None] | None = None) -> None:
         """
-        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `names_of_files` returns
-        the names that the file of a training command may have, and is slow.
+        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `check` raises a
+        `ValueError` for a name in a file that no training command has, and is slow.
         """
-        self._training_names = names_of_files
+        if check is not None:
+            self._check_of_training = check
         for action in self._actions:
             for names in SYNONYMS:
                 if action.option_strings and action.option_strings[0].removeprefix("--") in names:
@@ -265,6 +260,17 @@ def check_output(path: Path | None, flag: str = "--output") -> None:
         raise ValueError(f"`{flag} {path}` is in a folder that cannot be written to; name another.")
 
 
+def check_inputs(args: Any) -> None:
+    """Raises a `ValueError` if a model, prompts or another table is named by a path at which there is nothing."""
+    for name in _INPUTS:
+        value = getattr(args, name, None)
+        if isinstance(value, str | Path):
+            path = Path(value).expanduser()
+            is_path = str(value).startswith(("/", "./", "../", "~")) or path.suffix in _TABLES
+            if is_path and not path.exists():
+                raise ValueError(f"`{name}={value}`: there is no such file or folder; correct the path.")
+
+
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     """The file that `--config` names, if any, and the other words. Raises a `ValueError` for none behind it, or two."""
     path, rest, words = None, [], iter(argv)
@@ -282,6 +288,12 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+# Arguments that name what is read; only names with these endings are files wherever they are
+_INPUTS = """
+    model_name_or_path model policy reference draft_model_name_or_path value_model_path reward_model_path
+    dataset_name eval_dataset_name prompts benign attacks table
+""".split()
+_TABLES = (".jsonl", ".json", ".csv", ".parquet")
 # Names of one argument: training's, then others that commands have for it
 SYNONYMS = (
     ("model_name_or_path", "model"),
@@ -310,6 +322,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "confidence": {"type": float, "default": 0.95, "help": "nominal coverage of the intervals (0.95)"},
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
     "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
+    "partial": {
+        "action": "store_true",
+        "help": "read the prompts that are done, of a run that has stopped or goes on",
+    },
     "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
     "thresholds": {"type": float, "nargs": "+", "help": "rewards under which an output is bad"},
     "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},

@@ -7,12 +7,11 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn, get_type_hints
 
-import torch
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from .. import embedded
@@ -26,7 +25,7 @@ from ..configs import (
 )
 from ..configs._checks import own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
-from ._fields import Parser, split_config
+from ._fields import Parser, check_inputs, split_config
 
 
 @documented
@@ -174,10 +173,14 @@ class FieldsParser(Parser, TrlParser):
         Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
         Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass.
         """
+        return self.parse_args_into_dataclasses(self.read_config(args), **kwargs)
+
+    def read_config(self, args: Iterable[str] | None = None) -> list[str]:
+        """Makes the values in the file that `--config` names the defaults. Returns the other words of the command line."""
         path, argv = split_config(sys.argv[1:] if args is None else list(args))
         if path is not None:
             self.set_defaults_from(path)
-        return self.parse_args_into_dataclasses(argv, **kwargs)
+        return argv
 
 
 # Own fields that `--help` leaves to `--help-all`
@@ -220,8 +223,6 @@ class TrainingParser(FieldsParser):
         )
         super().__init__((*classes, ModelConfig), **{"description": description} | kwargs)
         self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
-        if not torch.accelerator.is_available():
-            self.set_defaults_with_config(use_cpu=True, bf16=False)
 
     def format_help(self, all_flags: bool = False) -> str:
         """The help of the method's, the command's and the common flags, a line each; or that of all flags in full."""
@@ -272,6 +273,46 @@ def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any]
     return "\n".join(lines)
 
 
+def help_of(command: str, settings: Mapping[str, Any], epilog: str, all_flags: bool) -> str:
+    """The help of a training command, with the settings of a file as defaults."""
+    default_config, prog = embedded.settings_path(command), f"trl-repulse {command}"
+    parser = TrainingParser(ARGUMENTS[command], default_config, prog=prog, epilog=epilog)
+    parser.set_defaults_with_config(
+        **{"use_cpu": "True without a GPU", "bf16": "True with a GPU", **settings}  # which only torch knows
+    )
+    return parser.format_help(all_flags)
+
+
+def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> None:
+    """
+    Checks the names of a training command's arguments, as [`parse`] does, and the values that their flags take. Needs no torch. Raises a
+    `ValueError` for wrong ones.
+    """
+    parser = _parser_of(ARGUMENTS[command], embedded.settings_path(command), {*launcher_keys, *of_the_method(command)})
+    args, _ = parser.parse_known_args(parser.read_config(_with_config(argv, embedded.settings_path(command))))
+    check_inputs(args)
+
+
+def of_the_method(command: str) -> set[str]:
+    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
+    method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
+    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
+    return of_method - own
+
+
+def _parser_of(classes: tuple[type, type], default_config: str, others: Collection[str]) -> TrainingParser:
+    parser = TrainingParser(classes, default_config)
+    parser.others = others
+    return parser
+
+
+def _with_config(argv: list[str], default_config: str) -> list[str]:
+    """The words, with the settings of the embedded world if they name neither settings nor a model."""
+    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
+    named = flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}
+    return argv if named else ["--config", default_config, *argv]
+
+
 def parse(
     argv: list[str], classes: tuple[type, type], default_config: str, launcher_keys: Collection[str] = ()
 ) -> tuple[Any, Any, ModelConfig]:
@@ -283,11 +324,11 @@ def parse(
     are returned filled in, with [`~trl.ModelConfig`]. The file may have `launcher_keys`, the launcher's arguments, too. Raises a
     `ValueError` if arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
     """
-    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
-    if not flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}:
-        argv = ["--config", default_config, *argv]
-    parser = TrainingParser(classes, default_config)
-    parser.others = launcher_keys
+    import torch
+
+    argv, parser = _with_config(argv, default_config), _parser_of(classes, default_config, launcher_keys)
+    if not torch.accelerator.is_available():
+        parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.train_batch_size is not None:
         steps = _accumulation(script_args.train_batch_size, args)

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 from trl import GRPOTrainer
@@ -12,7 +11,7 @@ from .. import embedded
 from ..rewards.transformed import TransformedReward
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
-from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, parse
+from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, of_the_method, parse
 from .scripts import make_reward, run
 
 
@@ -34,7 +33,7 @@ def train(
     of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
-    negative = _of_the_negative_term(command)
+    negative = of_the_method(command)
     known = {*launcher_keys, *negative}
     script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), known)
     path, _ = split_config(argv)
@@ -47,13 +46,6 @@ def train(
     if isinstance(script_args, GRPOScriptArguments):
         extra["reward_funcs"] = _transformed_reward(script_args)
     run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
-
-
-def _of_the_negative_term(command: str) -> set[str]:
-    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
-    method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
-    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
-    return of_method - own
 
 
 _TRAINERS: dict[str, type[GRPOTrainer]] = {
