@@ -132,7 +132,10 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
         ("repulse --num_proceses 2 --multi_gpu", "Did you mean `--num_processes`?"),
         ("repulse-ppo --learning_rate fast", "invalid float value: 'fast'"),
         ("grpo --dataset_name none.jsonl --model_name_or_path a", "`dataset_name=none.jsonl`: there is no such file"),
-        ("repulse --config repulse.yaml", "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?"),
+        (
+            "repulse --config repulse.yaml",
+            "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?",
+        ),
         ("evaluate s --config repulse.yaml", "has `max_step`, which is no argument"),
         ("gcg --serach_width 3", "Did you mean `--search_width`?"),
         ("gcg --search_width 0 --table repulse.yaml --model ./none", "`model_name_or_path=./none`: there is no such"),

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation.comparison import COMPLETED, compare_samples, paired_interval
 from trl_repulse.evaluation import records
+from trl_repulse.evaluation.comparison import COMPLETED, compare_samples, paired_interval
 from trl_repulse.evaluation.records import SampleSet
 
 from ..evaluation_support import write_samples

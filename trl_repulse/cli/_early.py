@@ -90,4 +90,6 @@ def launcher_names() -> frozenset[str]:
     """Names of the flags of `accelerate launch`, which training commands and the file of `--config` take too, from its source."""
     package = PathFinder.find_spec("accelerate").submodule_search_locations[0]
     source = (Path(package) / "commands" / "launch.py").read_text(encoding="utf-8")
-    return frozenset(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"--(\w+)"', source)) - NOT_FORWARDED | {"accelerate_config"}
+    return frozenset(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"--(\w+)"', source)) - NOT_FORWARDED | {
+        "accelerate_config"
+    }

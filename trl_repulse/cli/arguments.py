@@ -23,7 +23,7 @@ from ..configs import (
     RePULSeGRPOConfig,
     RePULSePPOConfig,
 )
-from ..configs._checks import own_precision, parse_objects, require_at_least
+from ..configs._checks import check_transform, own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, check_inputs, split_config
 
@@ -128,10 +128,7 @@ class GRPOScriptArguments(TrainingScriptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.reward_transform is None:
-            for name, default in (("alpha", 1.0), ("beta", -1.0), ("threshold", None)):
-                if getattr(self, f"reward_transform_{name}") != default:
-                    raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
+        check_transform(self)
 
 
 @dataclass

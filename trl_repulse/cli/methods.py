@@ -11,7 +11,14 @@ from .. import embedded
 from ..rewards.transformed import TransformedReward
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
-from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, of_the_method, parse
+from .arguments import (
+    ARGUMENTS,
+    GRPOScriptArguments,
+    PPOScriptArguments,
+    TrainingScriptArguments,
+    of_the_method,
+    parse,
+)
 from .scripts import make_reward, run
 
 
