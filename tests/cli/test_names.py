@@ -129,6 +129,8 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
     ("command", "message"),
     [
         ("repulse --lerning_rate 3", "Did you mean `--learning_rate`?"),
+        ("repulse --model_name_or_path a --dataset_name b", "`--reward_model_path` is needed"),
+        ("grpo --reward_transform_alpha 2", "`reward_transform_alpha=2.0` has no effect"),
         ("repulse --num_proceses 2 --multi_gpu", "Did you mean `--num_processes`?"),
         ("repulse-ppo --learning_rate fast", "invalid float value: 'fast'"),
         ("grpo --dataset_name none.jsonl --model_name_or_path a", "`dataset_name=none.jsonl`: there is no such file"),

@@ -49,7 +49,9 @@ def test_flags_are_sorted(launched, tmp_path):
 @pytest.mark.parametrize("spelling", [["--config", "FILE"], ["--config=FILE"]])
 def test_the_file_may_have_flags_of_the_launcher(launched, tmp_path, spelling):
     path = tmp_path / "own.yaml"
-    path.write_text("alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: x\nmachine_rank: 1\n")
+    path.write_text(
+        "alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: underflow_overflow\nmachine_rank: 1\n"
+    )
     flags = [part.replace("FILE", str(path)) for part in spelling]
     assert main(["repulse", *flags, "--num_processes", "2"]) == 0
     (args,) = launched

@@ -282,12 +282,16 @@ def help_of(command: str, settings: Mapping[str, Any], epilog: str, all_flags: b
 
 def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> None:
     """
-    Checks the names of a training command's arguments, as [`parse`] does, and the values that their flags take. Needs no torch. Raises a
-    `ValueError` for wrong ones.
+    Checks what needs no torch of a training command's arguments, as [`parse`] does: names, values that flags take, paths, and the
+    command's own arguments. Raises a `ValueError` for wrong ones.
     """
     parser = _parser_of(ARGUMENTS[command], embedded.settings_path(command), {*launcher_keys, *of_the_method(command)})
     args, _ = parser.parse_known_args(parser.read_config(_with_config(argv, embedded.settings_path(command))))
     check_inputs(args)
+    script = ARGUMENTS[command][0]
+    script_args = script(**{each.name: getattr(args, each.name) for each in fields(script)})
+    if args.model_name_or_path is not None:
+        _check_named(script_args)
 
 
 def of_the_method(command: str) -> set[str]:
@@ -340,10 +344,7 @@ def parse(
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
         script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
         script_args.eval_dataset_name = script_args.eval_dataset_name or embedded.prompts_path("unseen")
-    needed = ["dataset_name"] if script_args.single_prompt is None else []
-    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
-        if getattr(script_args, name) is None:
-            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    _check_named(script_args)
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -351,6 +352,14 @@ def parse(
         **(args.model_init_kwargs or {}),
     }
     return script_args, args, model_args
+
+
+def _check_named(script_args: TrainingScriptArguments) -> None:
+    """Refuses arguments that name no reward or no prompts."""
+    needed = ["dataset_name"] if script_args.single_prompt is None else []
+    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
+        if getattr(script_args, name) is None:
+            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
 
 
 def _accumulation(train_batch_size: int, args: Any) -> int:
