@@ -1,14 +1,17 @@
-"""What a command says of its arguments without torch, whose import takes most of the time of a start."""
+"""What is said of a command's arguments without torch, whose import takes most of the time of a start."""
 
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from ._fields import check_inputs, read_yaml, split_config
+from ._fields import check_inputs
 
 
 # Slow to import, and of no use for reading arguments. transformers and TRL import without them
@@ -16,72 +19,49 @@ _HIDDEN = ("torch", "accelerate", "peft")
 # Options of the launcher that training has too, or that have no use there
 NOT_FORWARDED = {"debug", "env", "gradient_accumulation_steps", "help", "module", "no_python"}
 
-_EPILOG = (
-    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
-    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
-    "`accelerate launch --help` lists them."
-)
 
-
-def without_torch(work: Callable[[], str]) -> str:
+def without_torch(function: Callable[..., Any], *args: Any) -> Any:
     """
-    Returns the text that `work` returns, or raises its `ValueError`, from a fork of this process in which torch does not seem to be
-    installed. Where that fails otherwise, and where torch is imported already, `work` is done here.
+    Calls a function in a fork of this process in which torch does not seem to be installed, and returns or raises what it does. Where it
+    fails otherwise than with a `ValueError`, and where torch is imported already, it is called here.
     """
-    if not {"torch", "transformers"}.isdisjoint(sys.modules):
-        return work()
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if not child:
-        status, text = 2, ""
+    if {"torch", "transformers"}.isdisjoint(sys.modules):
         try:
-            sys.modules |= dict.fromkeys(_HIDDEN)
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
-            status, text = 0, work()
-        except ValueError as error:
-            status, text = 1, str(error)
-        finally:
-            os.write(sender, text.encode())
-            os._exit(status)
-    os.close(sender)
-    with open(receiver, encoding="utf-8") as pipe:
-        text = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == 1:
-        raise ValueError(text)
-    return work() if status else text
+            with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _hide) as pool:
+                return pool.submit(function, *args).result()
+        except ValueError:
+            raise
+        except Exception:  # such as that of an import which needs torch
+            pass
+    return function(*args)
+
+
+def _hide() -> None:
+    sys.modules |= dict.fromkeys(_HIDDEN)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
 
 
 def read_early(command: str, argv: list[str]) -> str:
     """
-    Reads the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else nothing.
-    Raises a `ValueError` for a name that is unknown, or a value that its flag does not take.
+    Checks the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else nothing.
+    Raises a `ValueError` for a name that is unknown, a value that its flag does not take, or a path at which there is nothing.
     """
-    return without_torch(lambda: _read(command, argv))
+    from .arguments import ARGUMENTS, check_arguments
 
-
-def _read(command: str, argv: list[str]) -> str:
-    from .arguments import ARGUMENTS, check_arguments, help_of
-
-    path, rest = split_config(argv)
-    everything = not {"--help-all", "--help_all"}.isdisjoint(rest)
-    if command not in ARGUMENTS:
-        from .gcg import build_parser
-
-        parser = build_parser()
-        if not {"-h", "--help"}.isdisjoint(rest):
-            return parser.format_help()
-        check_inputs(parser.parse_known_args(parser.read_config(argv))[0])
-        parser.parse_args_and_config(argv)
-    elif everything or not {"-h", "--help"}.isdisjoint(rest):
-        return help_of(command, {} if path is None else read_yaml(path), _EPILOG, everything)
-    else:
-        names, own, words = launcher_names(), True, []
+    if command in ARGUMENTS:
+        names, is_own, own = launcher_names(), True, []
         for word in argv:
             if word.startswith("--"):
-                own = word.partition("=")[0][2:].replace("-", "_") not in names
-            words += [word] * own  # of the launcher neither flags nor their values
-        check_arguments(command, words, names)
+                is_own = word.partition("=")[0][2:].replace("-", "_") not in names
+            own += [word] * is_own  # of the launcher neither flags nor their values
+        return check_arguments(command, own, names)
+    from .gcg import build_parser
+
+    parser = build_parser()
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return parser.format_help()
+    check_inputs(parser.parse_known_args(parser.read_config(argv))[0])
+    parser.parse_args_and_config(argv)
     return ""
 
 
@@ -90,6 +70,5 @@ def launcher_names() -> frozenset[str]:
     """Names of the flags of `accelerate launch`, which training commands and the file of `--config` take too, from its source."""
     package = PathFinder.find_spec("accelerate").submodule_search_locations[0]
     source = (Path(package) / "commands" / "launch.py").read_text(encoding="utf-8")
-    return frozenset(re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"--(\w+)"', source)) - NOT_FORWARDED | {
-        "accelerate_config"
-    }
+    names = re.findall(r'add_argument\(\s*(?:"-\w",\s*)?"--(\w+)"', source)
+    return frozenset({*names, "accelerate_config"} - NOT_FORWARDED)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -62,8 +62,6 @@ class Parser(argparse.ArgumentParser):
         self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
-        # A training command's file, and what is not taken of it
-        self._of_training: tuple[Path, dict[str, Any]] | None = None
 
     def parse_known_args(self, args=None, namespace=None):
         """As [`argparse.ArgumentParser.parse_known_args`], but an unknown option is an error."""
@@ -73,17 +71,8 @@ class Parser(argparse.ArgumentParser):
             flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
             hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
-            self._of_training = None  # what is said first needs no TRL
             self.error(f"`{flag}` is no argument; remove it.{hint}")
-        if self._of_training is not None:
-            self._check_of_training(*self._of_training)
         return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """As [`argparse.ArgumentParser.error`], unless a wrong name in the file is to blame."""
-        if self._of_training is not None:
-            self._check_of_training(*self._of_training)
-        super().error(message)
 
     def take_training_names(self, check: Callable[[Path, Mapping[str, Any]], None] | None = None) -> None:
         """
@@ -111,9 +100,8 @@ class Parser(argparse.ArgumentParser):
         values = read_yaml(path)
         if self.hints is None and not {"bad_reward_threshold", "reward_model_path"}.isdisjoint(named):
             if values.keys() - known:
-                rest = {name: value for name, value in values.items() if name not in OF_TRAINING}
-                self._of_training, values = (path, rest), _of_training(values)
-                values = {name: value for name, value in values.items() if name in named}
+                self._check_of_training(path, {name: it for name, it in values.items() if name not in OF_TRAINING})
+                values = {name: value for name, value in _of_training(values).items() if name in named}
         dests = [named[name].dest for name in values if name in named]
         if twice := [name for name in values if name in named and dests.count(named[name].dest) > 1]:
             raise ValueError(f"`{path}` has `{'` and `'.join(twice)}`, which are one argument; keep one.")

@@ -1,13 +1,12 @@
 """Arguments of the training commands: their dataclasses, their parser and its help."""
 
 import argparse
-import contextlib
 import inspect
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn, get_type_hints
@@ -180,6 +179,11 @@ class FieldsParser(Parser, TrlParser):
         return argv
 
 
+_EPILOG = (
+    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
+    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
+    "`accelerate launch --help` lists them."
+)
 # Own fields that `--help` leaves to `--help-all`
 _RARE = set(
     """
@@ -229,7 +233,9 @@ class TrainingParser(FieldsParser):
         shared = {each.name for each in fields(GRPOConfig)}
         # What a subclass adds comes first
         own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
-        values = self._effective(config)
+        values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
+        if issubclass(config, NegativeTermConfig):
+            config.fill_in(values)  # what is unset
         sections = {
             f"{config.__name__}: the method": [name for name in own[config] if name not in shared | _RARE],
             "reward, prompts and tracking": [name for name in own[script] if name not in _RARE],
@@ -239,19 +245,11 @@ class TrainingParser(FieldsParser):
         width = max(shutil.get_terminal_size().columns, 80) - 2
         description, *epilog = (textwrap.fill(text, width) for text in (self.description, self.epilog) if text)
         listed = [
-            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], values, width)
+            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], vars(values), width)
             for title, names in sections.items()
             if names
         ]
         return "\n\n".join([self.format_usage().rstrip(), description, *listed, *epilog]) + "\n"
-
-    def _effective(self, config: type) -> dict[str, Any]:
-        """The flags' defaults, and what the configuration makes of those that are unset."""
-        values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
-        if issubclass(config, NegativeTermConfig):
-            with contextlib.suppress(TypeError):  # PyYAML reads a number such as 1e-3 as text
-                config.fill_in(values)
-        return vars(values)
 
 
 def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any], width: int) -> str:
@@ -270,28 +268,25 @@ def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any]
     return "\n".join(lines)
 
 
-def help_of(command: str, settings: Mapping[str, Any], epilog: str, all_flags: bool) -> str:
-    """The help of a training command, with the settings of a file as defaults."""
-    default_config, prog = embedded.settings_path(command), f"trl-repulse {command}"
-    parser = TrainingParser(ARGUMENTS[command], default_config, prog=prog, epilog=epilog)
-    parser.set_defaults_with_config(
-        **{"use_cpu": "True without a GPU", "bf16": "True with a GPU", **settings}  # which only torch knows
-    )
-    return parser.format_help(all_flags)
-
-
-def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> None:
+def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> str:
     """
     Checks what needs no torch of a training command's arguments, as [`parse`] does: names, values that flags take, paths, and the
-    command's own arguments. Raises a `ValueError` for wrong ones.
+    command's own arguments. Returns the help if they ask for it, else nothing. Raises a `ValueError` for wrong ones.
     """
-    parser = _parser_of(ARGUMENTS[command], embedded.settings_path(command), {*launcher_keys, *of_the_method(command)})
-    args, _ = parser.parse_known_args(parser.read_config(_with_config(argv, embedded.settings_path(command))))
+    (script, _), default_config = ARGUMENTS[command], embedded.settings_path(command)
+    parser = TrainingParser(ARGUMENTS[command], default_config, prog=f"trl-repulse {command}", epilog=_EPILOG)
+    parser.others = {*launcher_keys, *of_the_method(command)}
+    everything = not {"--help-all", "--help_all"}.isdisjoint(argv)
+    if everything or not {"-h", "--help"}.isdisjoint(argv):
+        parser.set_defaults_with_config(use_cpu="True without a GPU", bf16="True with a GPU")  # which torch knows
+        parser.read_config(argv)
+        return parser.format_help(everything)
+    args, _ = parser.parse_known_args(parser.read_config(_with_config(argv, default_config)))
     check_inputs(args)
-    script = ARGUMENTS[command][0]
     script_args = script(**{each.name: getattr(args, each.name) for each in fields(script)})
     if args.model_name_or_path is not None:
         _check_named(script_args)
+    return ""
 
 
 def of_the_method(command: str) -> set[str]:
@@ -299,12 +294,6 @@ def of_the_method(command: str) -> set[str]:
     method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
     of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
     return of_method - own
-
-
-def _parser_of(classes: tuple[type, type], default_config: str, others: Collection[str]) -> TrainingParser:
-    parser = TrainingParser(classes, default_config)
-    parser.others = others
-    return parser
 
 
 def _with_config(argv: list[str], default_config: str) -> list[str]:
@@ -327,7 +316,8 @@ def parse(
     """
     import torch
 
-    argv, parser = _with_config(argv, default_config), _parser_of(classes, default_config, launcher_keys)
+    argv, parser = _with_config(argv, default_config), TrainingParser(classes, default_config)
+    parser.others = launcher_keys
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)

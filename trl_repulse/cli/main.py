@@ -71,15 +71,10 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
 
 def check_training_names(path: Path, values: Mapping[str, Any]) -> None:
     """Raises a `ValueError` unless all names in a file are those of a training command."""
-
-    def check() -> str:
-        known = training_names()
-        for name, value in values.items():
-            if name not in known:
-                raise unknown_name(f"`{path}`", name, value, known)
-        return ""
-
-    without_torch(check)
+    known = without_torch(training_names)
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_name(f"`{path}`", name, value, known)
 
 
 @cache
@@ -107,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(known)}.")
     try:
         if (argv[:1] == [command] and command in TRAINING) or command == "gcg":
-            if text := read_early(command, argv[1:]):
+            if text := without_torch(read_early, command, argv[1:]):
                 print(text, end="")
                 return 0
             if command == "gcg":

@@ -51,7 +51,11 @@ def train(
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
     if isinstance(script_args, GRPOScriptArguments):
-        extra["reward_funcs"] = _transformed_reward(script_args)
+        extra["reward_funcs"] = reward = make_reward(script_args)
+        if script_args.reward_transform is not None:
+            names = ("alpha", "beta", "threshold")
+            parameters = {name: getattr(script_args, f"reward_transform_{name}") for name in names}
+            extra["reward_funcs"] = TransformedReward(reward, script_args.reward_transform, **parameters)
     run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
 
 
@@ -80,11 +84,3 @@ def _title(command: str, script_args: TrainingScriptArguments, args: Any) -> str
         name = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}.get(args.loss_type, f"GRPO ({args.loss_type})")
         transform = script_args.reward_transform
     return name if transform is None else f"{name} ({transform} transform)"
-
-
-def _transformed_reward(script_args: GRPOScriptArguments) -> Any:
-    reward = make_reward(script_args)
-    if script_args.reward_transform is None:
-        return reward
-    options = {name: getattr(script_args, f"reward_transform_{name}") for name in ("alpha", "beta", "threshold")}
-    return TransformedReward(reward, script_args.reward_transform, **options)

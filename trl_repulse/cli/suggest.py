@@ -358,6 +358,8 @@ def _measure_updates(
     args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
 ) -> Updates:
     """Trains with the suggested settings for two updates in each precision, of as many prompts as do not take long."""
+    import torch
+
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
@@ -368,12 +370,11 @@ def _measure_updates(
             for precision in ("float32", "bfloat16"):
                 _say(f"training for two updates of {count * n} completions and as many extra ones in {precision}")
                 seconds[precision] = _train(args, found, prompts, function, count, precision == "bfloat16")
-            return Updates(count, seconds, *_device())
-        except Exception as error:
-            import torch
-
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
+            if not torch.accelerator.is_available():
+                return Updates(count, seconds, "cpu")
+            memory = torch.accelerator.max_memory_allocated()
+            return Updates(count, seconds, torch.accelerator.current_accelerator().type, memory)
+        except torch.OutOfMemoryError as error:
             if count == 1:
                 remedy = "a smaller model, or ZeRO-3" if args.use_peft else "`--use_peft`, or ZeRO"
                 raise ValueError(
@@ -428,15 +429,6 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         trainer.add_callback(clock)
         trainer.train()
     return min(clock.seconds)
-
-
-def _device() -> tuple[str, float | None]:
-    """Kind of the device, and the most memory that this process has had there, in bytes; on a CPU the system does not say it alike."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return "cpu", None
-    return torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
 
 
 def largest_divisor(number: int, most: float) -> int:
