@@ -126,16 +126,25 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
         ("grpo --reward_transform_alpha 2", "`reward_transform_alpha=2.0` has no effect"),
         ("repulse --num_proceses 2 --multi_gpu", "Did you mean `--num_processes`?"),
         ("repulse-ppo --learning_rate fast", "invalid float value: 'fast'"),
-        ("grpo --dataset_name none.jsonl --model_name_or_path a", "`dataset_name=none.jsonl`: there is no such file"),
+        (
+            "grpo --dataset_name none.jsonl --model_name_or_path a",
+            "There is no file or folder `none.jsonl`, which `dataset_name`",
+        ),
         (
             "repulse --config repulse.yaml",
             "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?",
         ),
         ("evaluate s --config repulse.yaml", "has `max_step`, which is no argument"),
         ("gcg --serach_width 3", "Did you mean `--search_width`?"),
-        ("gcg --search_width 0 --table repulse.yaml --model ./none", "`model_name_or_path=./none`: there is no such"),
+        (
+            "gcg --search_width 0 --table repulse.yaml --model ./none",
+            "There is no file or folder `./none`, which `model_name_or_path` names",
+        ),
         ("attacks o --model a --prompts b --threshold 0 --k 17", "`--k 17` must be from 1 to `--num_samples 16`"),
-        ("attacks o --model a --prompts none.csv --threshold 0", "`prompts=none.csv`: there is no such file"),
+        (
+            "attacks o --model a --prompts none.csv --threshold 0",
+            "There is no file or folder `none.csv`, which `prompts` names",
+        ),
         (
             "rare-events a --prompts b --max_completion_length 3 --threshold 1 --num_samples 48",
             "`num_samples=48` is too low",

@@ -256,7 +256,7 @@ def check_inputs(args: Any) -> None:
             path = Path(value).expanduser()
             is_path = str(value).startswith(("/", "./", "../", "~")) or path.suffix in _TABLES
             if is_path and not path.exists():
-                raise ValueError(f"`{name}={value}`: there is no such file or folder; correct the path.")
+                raise ValueError(f"There is no file or folder `{value}`, which `{name}` names; correct the path.")
 
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
