@@ -119,7 +119,7 @@ def test_the_help_has_the_defaults_of_an_own_model_or_of_the_file(capsys, tmp_pa
         ("repulse", "proposal: learned", {"alpha": "0.1", "potential": "tilted", "alpha_normalization": "samples"}),
         ("repulse-ppo", "alpha: 0.3", {"alpha": "0.3", "target_dist_beta": "-10.0", "num_generations": "4"}),
         ("repulse-grpo", "", {"alpha": "0.1", "alpha_normalization": "samples", "logprob_reduction": "mean"}),
-        ("repulse-grpo", "loss_type: cispo\nepsilon: 2e-1", {"alpha": "0.02"}),  # which PyYAML reads as text
+        ("repulse-grpo", "loss_type: cispo\nepsilon: 5e-1", {"alpha": "0.05"}),  # which PyYAML reads as text
         ("repulse", "", {"proposal_learning_rate": "as learning_rate", "proposal_temperature": "the run chooses"}),
         (
             "reinforce",
