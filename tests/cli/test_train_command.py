@@ -229,7 +229,7 @@ def test_a_run(tmp_path):
     assert "REINFORCE, seed 0" in done.stdout and (tmp_path / "reinforce-embedded" / "results.json").exists()
     done = run(*command, "--num_proceses", "2", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
+    assert "reinforce: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
 
 
 @pytest.mark.thorough
