@@ -159,7 +159,7 @@ def test_a_card_that_cannot_be_read_is_refused_before_anything_is_drawn(tmp_path
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "README.md").write_bytes(content)
-    words = ["evaluate", str(tmp_path / "s"), "--model", str(model), "--prompts", "none.jsonl", "--card", str(model)]
+    words = ["evaluate", str(tmp_path / "s"), "--model", str(model), "--prompts", "none", "--card", str(model)]
     assert main(words) == 1
     assert re.search(message, err := capsys.readouterr().err) and str(model) in err and len(err.splitlines()) == 1
     assert (model / "README.md").read_bytes() == content

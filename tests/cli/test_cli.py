@@ -208,7 +208,6 @@ def test_what_is_no_number_is_an_option(capsys):
 def test_help_and_version(capsys):
     for arguments, expected in (
         (["--help"], [*TRAINING, *COMMANDS]),
-        (["gcg", "--help"], ["[--config FILE]", "YAML file", "--table"]),
         (["serve-reward", "--help"], ["--reward_type", "--token_variable", "--config"]),
         (["--version"], [f"trl-repulse {__version__}"]),
     ):

@@ -7,8 +7,10 @@ import sys
 import pytest
 import yaml
 
+from trl_repulse.cli import train
+from trl_repulse.cli._early import launcher_names
 from trl_repulse.cli._fields import OF_TRAINING, SYNONYMS
-from trl_repulse.cli.main import COMMANDS, build_parser, main, training_names
+from trl_repulse.cli.main import COMMANDS, TRAINING, build_parser, main, training_names
 from trl_repulse.evaluation.records import load_samples, read_header
 
 from ..evaluation_support import write_samples
@@ -110,13 +112,6 @@ def test_a_wrong_name_in_the_file_is_refused(config, tmp_path, capsys, command):
     assert "has `bad_reward_threshold` and `threshold`, which are one argument; keep one" in capsys.readouterr().err
 
 
-def test_a_wrong_flag_is_refused_before_the_file_needs_trl(config, capsys, monkeypatch):
-    monkeypatch.setattr("trl_repulse.cli.main.training_names", lambda: pytest.fail("TRL was asked"))
-    with pytest.raises(SystemExit):
-        main(["evaluate", "samples", *config(), "--num_sample", "3"])
-    assert "Did you mean `--num_samples`?" in capsys.readouterr().err
-
-
 def test_a_command_without_such_arguments_takes_no_file_of_training(config, capsys):
     assert main(["merge", *config()]) == 1
     assert "`repulse.yaml` has `bad_reward_threshold`, which is no argument" in capsys.readouterr().err
@@ -126,6 +121,30 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("repulse --lerning_rate 3", "Did you mean `--learning_rate`?"),
+        ("repulse --model_name_or_path a --dataset_name b", "`--reward_model_path` is needed"),
+        ("grpo --reward_transform_alpha 2", "`reward_transform_alpha=2.0` has no effect"),
+        ("repulse --num_proceses 2 --multi_gpu", "Did you mean `--num_processes`?"),
+        ("repulse-ppo --learning_rate fast", "invalid float value: 'fast'"),
+        (
+            "grpo --dataset_name none.jsonl --model_name_or_path a",
+            "There is no file or folder `none.jsonl`, which `dataset_name`",
+        ),
+        (
+            "repulse --config repulse.yaml",
+            "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?",
+        ),
+        ("evaluate s --config repulse.yaml", "has `max_step`, which is no argument"),
+        ("gcg --serach_width 3", "Did you mean `--search_width`?"),
+        (
+            "gcg --search_width 0 --table repulse.yaml --model ./none",
+            "There is no file or folder `./none`, which `model_name_or_path` names",
+        ),
+        ("attacks o --model a --prompts b --threshold 0 --k 17", "`--k 17` must be from 1 to `--num_samples 16`"),
+        (
+            "attacks o --model a --prompts none.csv --threshold 0",
+            "There is no file or folder `none.csv`, which `prompts` names",
+        ),
         (
             "rare-events a --prompts b --max_completion_length 3 --threshold 1 --num_samples 48",
             "`num_samples=48` is too low",
@@ -139,8 +158,36 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
     ],
 )
 def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path, command, message):
+    (tmp_path / "repulse.yaml").write_text("bad_reward_threshold: -1\nmax_step: 3\noutput_dir: out\n")
     code = "import sys; from trl_repulse.cli.main import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
-    assert message in done.stderr and done.stdout.split() == ["1", "False"]
+    assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout.split() == ["1", "False"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", [*TRAINING, *COMMANDS])
+def test_the_help_imports_no_torch(tmp_path, command):
+    code = "import sys; from trl_repulse.cli.main import main\ntry: main([sys.argv[1], '--help'])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: trl-repulse") and done.stdout.endswith("\nFalse\n") and not done.stderr
+
+
+def test_the_names_of_the_launchers_flags_are_those_of_its_parser():
+    flags = train._options(train.launch_command_parser())
+    assert launcher_names() == {flag.removeprefix("--").replace("-", "_") for flag in flags} | {"accelerate_config"}
+
+
+def test_a_call_without_torch():
+    """In a process without torch; where that cannot be done, in this one."""
+    code = (
+        "import sys, importlib.util; from trl_repulse.cli._early import without_torch as do\n"
+        "def refuse(x): import trl_repulse.cli.arguments; raise ValueError('%s: %s' % (x, importlib.util.find_spec('torch')))\n"
+        "def name(): import torch; return torch.__name__\n"
+        "try: do(refuse, 'torch')\n"
+        "except ValueError as error: print(error, 'torch' in sys.modules)\n"
+        "print(do(len, 'four'), 'torch' in sys.modules, do(name), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["torch: None False", "4 False torch True"] and not done.stderr

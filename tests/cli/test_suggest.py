@@ -467,7 +467,9 @@ def test_the_same_seed_suggests_the_same(command, capsys):
     ],
 )
 def test_mistakes_are_said_before_a_model_is_loaded(command, capsys, monkeypatch, flags, message):
-    monkeypatch.setattr("trl_repulse.cli.suggest._load_policy", lambda args: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "trl_repulse.models._loading.load_with_tokenizer", lambda *args: pytest.fail("a model was loaded")
+    )
     assert command(*flags) == 1
     error = capsys.readouterr().err
     *said, error = error.splitlines()

@@ -49,7 +49,9 @@ def test_flags_are_sorted(launched, tmp_path):
 @pytest.mark.parametrize("spelling", [["--config", "FILE"], ["--config=FILE"]])
 def test_the_file_may_have_flags_of_the_launcher(launched, tmp_path, spelling):
     path = tmp_path / "own.yaml"
-    path.write_text("alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: x\nmachine_rank: 1\n")
+    path.write_text(
+        "alpha: 0.5\nnum_processes: 4\nmulti_gpu: true\nuse_fsdp: false\ndebug: underflow_overflow\nmachine_rank: 1\n"
+    )
     flags = [part.replace("FILE", str(path)) for part in spelling]
     assert main(["repulse", *flags, "--num_processes", "2"]) == 0
     (args,) = launched
@@ -117,7 +119,7 @@ def test_the_help_has_the_defaults_of_an_own_model_or_of_the_file(capsys, tmp_pa
         ("repulse", "proposal: learned", {"alpha": "0.1", "potential": "tilted", "alpha_normalization": "samples"}),
         ("repulse-ppo", "alpha: 0.3", {"alpha": "0.3", "target_dist_beta": "-10.0", "num_generations": "4"}),
         ("repulse-grpo", "", {"alpha": "0.1", "alpha_normalization": "samples", "logprob_reduction": "mean"}),
-        ("repulse-grpo", "loss_type: cispo\nepsilon: 2e-1", {"alpha": "0.1"}),  # text, of which nothing is computed
+        ("repulse-grpo", "loss_type: cispo\nepsilon: 5e-1", {"alpha": "0.05"}),  # which PyYAML reads as text
         ("repulse", "", {"proposal_learning_rate": "as learning_rate", "proposal_temperature": "the run chooses"}),
         (
             "reinforce",
@@ -203,7 +205,7 @@ def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
 
 @pytest.mark.thorough
 def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
-    """Nor PEFT, which does; and it says what it says where both have been imported."""
+    """Nor PEFT, which does; and it says the same where both have been imported."""
     monkeypatch.setenv("COLUMNS", "100")
     heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
     code = "import sys; from trl_repulse.cli.main import main; main(['repulse', '--help']); "
@@ -227,7 +229,7 @@ def test_a_run(tmp_path):
     assert "REINFORCE, seed 0" in done.stdout and (tmp_path / "reinforce-embedded" / "results.json").exists()
     done = run(*command, "--num_proceses", "2", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
+    assert "reinforce: `--num_proceses` is no argument; remove it. Did you mean `--num_processes`?" in done.stderr
 
 
 @pytest.mark.thorough

@@ -243,6 +243,14 @@ def test_lines_end_in_any_way(tmp_path):
         assert read_prompts(path) == [("a\u20280",), ("a\u20281",), ("a\u20282",)]
 
 
+def test_a_target_is_asked_for_in_its_context(tmp_path):
+    path = tmp_path / "harmbench.csv"
+    path.write_text("goal,target,ContextString\nthe cat,Sure,fish ate\nthe dog,Sure,\n")
+    assert [row.goal for row in load_table(path)] == ["fish ate\n\n---\n\nthe cat", "the dog"]
+    path.write_text("target,ContextString\nSure,fish ate\n")
+    assert [(row.goal, row.target) for row in load_table(path, "strings")] == [("", "Sure")]
+
+
 def test_rows_given_as_such_are_not_read_from_a_file():
     rows = [{"goal": "a", "target": "b"}]
     assert load_table(Dataset.from_list(rows)) == load_table(rows)

@@ -251,6 +251,7 @@ def only_read(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     monkeypatch.setattr("trl_repulse.cli.methods.run", end)
     monkeypatch.setattr("trl_repulse.evaluation.gcg.evaluator.launch", end)
+    monkeypatch.setattr("trl_repulse.cli._early.check_inputs", lambda args: None)  # files that a page only names
 
 
 def run_script(words, monkeypatch):

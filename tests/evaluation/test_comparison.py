@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from trl_repulse.cli.main import main
+from trl_repulse.evaluation import records
 from trl_repulse.evaluation.comparison import COMPLETED, compare_samples, paired_interval
 from trl_repulse.evaluation.records import SampleSet
 
@@ -132,6 +133,28 @@ def test_the_command_compares_each_folder_with_the_first(tmp_path, monkeypatch, 
     assert [each["names"][1] for each in report] == ["after", "later"]
     assert report[1]["differences"]["reward"]["low"] == pytest.approx(0.01)
     assert COMPLETED not in report[0]["differences"]
+
+
+def test_of_samples_that_are_not_complete_the_prompts_that_all_have_are_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    values = np.random.default_rng(0).normal(size=(20, 10))
+    for number, name in enumerate(("whole", "stopped", "going on")):
+        texts = [f"{name} {i}" for i in range(200)]
+        write_samples(tmp_path / name, values + number, shards=20, completions=texts, seed=number)
+        for shard in range(20 - 4 * number, 20):
+            (tmp_path / name / "complete.json").unlink(missing_ok=True)
+            records.shard_path(tmp_path / name, shard).unlink()
+    folders = ["whole", "stopped", "going on"]
+    assert main(["compare", *folders, "--thresholds", "0"]) == 1
+    assert "`stopped` is not complete (16 of 20 prompts so far)" in (error := capsys.readouterr().err)
+    assert "with `--partial`" in error
+    assert main(["compare", *folders, "--thresholds", "0", "--partial", "--output", "report.json"]) == 0
+    assert capsys.readouterr().out.startswith("the first 12 of 20 prompts. Intervals are paired")
+    for number, it in enumerate(json.loads(Path("report.json").read_text())["comparisons"], 1):
+        reward = it["differences"]["reward"]
+        assert it["prompts"] == 12 and reward["second"] == pytest.approx(values[:12].mean() + number)
+        assert reward["low"] == pytest.approx(number) == reward["high"]  # of the same prompts
+    assert main(["compare", "whole", "whole", "--thresholds", "0", "--partial"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 
@@ -62,8 +62,6 @@ class Parser(argparse.ArgumentParser):
         self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
-        # A training command's file, and what is not taken of it
-        self._of_training: tuple[Path, dict[str, Any]] | None = None
 
     def parse_known_args(self, args=None, namespace=None):
         """As [`argparse.ArgumentParser.parse_known_args`], but an unknown option is an error."""
@@ -73,30 +71,16 @@ class Parser(argparse.ArgumentParser):
             flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
             hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
-            self._of_training = None  # what is said first needs no TRL
             self.error(f"`{flag}` is no argument; remove it.{hint}")
-        if self._of_training is not None:
-            self._check_training_names(*self._of_training)
         return namespace, unknown
 
-    def error(self, message: str) -> NoReturn:
-        """As [`argparse.ArgumentParser.error`], unless a wrong name in the file is to blame."""
-        if self._of_training is not None:
-            self._check_training_names(*self._of_training)
-        super().error(message)
-
-    def _check_training_names(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Raises a `ValueError` unless all names are those of a training command."""
-        for name, value in values.items():
-            if name not in self._training_names():
-                raise unknown_name(f"`{path}`", name, value, self._training_names())
-
-    def take_training_names(self, names_of_files: Callable[[], Collection[str]]) -> None:
+    def take_training_names(self, check: Callable[[Path, Mapping[str, Any]], None] | None = None) -> None:
         """
-        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `names_of_files` returns
-        the names that the file of a training command may have, and is slow.
+        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `check` raises a
+        `ValueError` for a name in a file that no training command has, and is slow.
         """
-        self._training_names = names_of_files
+        if check is not None:
+            self._check_of_training = check
         for action in self._actions:
             for names in SYNONYMS:
                 if action.option_strings and action.option_strings[0].removeprefix("--") in names:
@@ -116,9 +100,8 @@ class Parser(argparse.ArgumentParser):
         values = read_yaml(path)
         if self.hints is None and not {"bad_reward_threshold", "reward_model_path"}.isdisjoint(named):
             if values.keys() - known:
-                rest = {name: value for name, value in values.items() if name not in OF_TRAINING}
-                self._of_training, values = (path, rest), _of_training(values)
-                values = {name: value for name, value in values.items() if name in named}
+                self._check_of_training(path, {name: it for name, it in values.items() if name not in OF_TRAINING})
+                values = {name: value for name, value in _of_training(values).items() if name in named}
         dests = [named[name].dest for name in values if name in named]
         if twice := [name for name in values if name in named and dests.count(named[name].dest) > 1]:
             raise ValueError(f"`{path}` has `{'` and `'.join(twice)}`, which are one argument; keep one.")
@@ -265,6 +248,17 @@ def check_output(path: Path | None, flag: str = "--output") -> None:
         raise ValueError(f"`{flag} {path}` is in a folder that cannot be written to; name another.")
 
 
+def check_inputs(args: Any) -> None:
+    """Raises a `ValueError` if a model, prompts or another table is named by a path at which there is nothing."""
+    for name in _INPUTS:
+        value = getattr(args, name, None)
+        if isinstance(value, str | Path):
+            path = Path(value).expanduser()
+            is_path = str(value).startswith(("/", "./", "../", "~")) or path.suffix in _TABLES
+            if is_path and not path.exists():
+                raise ValueError(f"There is no file or folder `{value}`, which `{name}` names; correct the path.")
+
+
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     """The file that `--config` names, if any, and the other words. Raises a `ValueError` for none behind it, or two."""
     path, rest, words = None, [], iter(argv)
@@ -282,6 +276,12 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+# Arguments that name what is read; only names with these endings are files wherever they are
+_INPUTS = """
+    model_name_or_path model policy reference draft_model_name_or_path value_model_path reward_model_path
+    dataset_name eval_dataset_name prompts benign attacks table
+""".split()
+_TABLES = (".jsonl", ".json", ".csv", ".parquet")
 # Names of one argument: training's, then others that commands have for it
 SYNONYMS = (
     ("model_name_or_path", "model"),
@@ -310,6 +310,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "confidence": {"type": float, "default": 0.95, "help": "nominal coverage of the intervals (0.95)"},
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
     "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
+    "partial": {
+        "action": "store_true",
+        "help": "read the prompts that are done, of a run that has stopped or goes on",
+    },
     "seed": {"type": int, "default": 0, "help": "seed of the draws (0)"},
     "thresholds": {"type": float, "nargs": "+", "help": "rewards under which an output is bad"},
     "trust_remote_code": {"action": "store_true", "help": "run Python code that comes with models"},

@@ -1,7 +1,6 @@
 """Arguments of the training commands: their dataclasses, their parser and its help."""
 
 import argparse
-import contextlib
 import inspect
 import re
 import shutil
@@ -12,7 +11,6 @@ from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Literal, NoReturn, get_type_hints
 
-import torch
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from .. import embedded
@@ -24,9 +22,9 @@ from ..configs import (
     RePULSeGRPOConfig,
     RePULSePPOConfig,
 )
-from ..configs._checks import own_precision, parse_objects, require_at_least
+from ..configs._checks import check_transform, own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
-from ._fields import Parser, split_config
+from ._fields import Parser, check_inputs, split_config
 
 
 @documented
@@ -129,10 +127,7 @@ class GRPOScriptArguments(TrainingScriptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.reward_transform is None:
-            for name, default in (("alpha", 1.0), ("beta", -1.0), ("threshold", None)):
-                if getattr(self, f"reward_transform_{name}") != default:
-                    raise ValueError(f"`reward_transform_{name}` has no effect; set `reward_transform`.")
+        check_transform(self)
 
 
 @dataclass
@@ -174,12 +169,21 @@ class FieldsParser(Parser, TrlParser):
         Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
         Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass.
         """
+        return self.parse_args_into_dataclasses(self.read_config(args), **kwargs)
+
+    def read_config(self, args: Iterable[str] | None = None) -> list[str]:
+        """Makes the values in the file that `--config` names the defaults. Returns the other words of the command line."""
         path, argv = split_config(sys.argv[1:] if args is None else list(args))
         if path is not None:
             self.set_defaults_from(path)
-        return self.parse_args_into_dataclasses(argv, **kwargs)
+        return argv
 
 
+_EPILOG = (
+    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
+    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
+    "`accelerate launch --help` lists them."
+)
 # Own fields that `--help` leaves to `--help-all`
 _RARE = set(
     """
@@ -220,8 +224,6 @@ class TrainingParser(FieldsParser):
         )
         super().__init__((*classes, ModelConfig), **{"description": description} | kwargs)
         self.add_argument("--help-all", "--help_all", action=_HelpAll, dest=argparse.SUPPRESS, help="list all flags")
-        if not torch.accelerator.is_available():
-            self.set_defaults_with_config(use_cpu=True, bf16=False)
 
     def format_help(self, all_flags: bool = False) -> str:
         """The help of the method's, the command's and the common flags, a line each; or that of all flags in full."""
@@ -231,7 +233,9 @@ class TrainingParser(FieldsParser):
         shared = {each.name for each in fields(GRPOConfig)}
         # What a subclass adds comes first
         own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
-        values = self._effective(config)
+        values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
+        if issubclass(config, NegativeTermConfig):
+            config.fill_in(values)  # what is unset
         sections = {
             f"{config.__name__}: the method": [name for name in own[config] if name not in shared | _RARE],
             "reward, prompts and tracking": [name for name in own[script] if name not in _RARE],
@@ -241,19 +245,11 @@ class TrainingParser(FieldsParser):
         width = max(shutil.get_terminal_size().columns, 80) - 2
         description, *epilog = (textwrap.fill(text, width) for text in (self.description, self.epilog) if text)
         listed = [
-            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], values, width)
+            _in_lines(title, [actions[name] for name in dict.fromkeys(names)], vars(values), width)
             for title, names in sections.items()
             if names
         ]
         return "\n\n".join([self.format_usage().rstrip(), description, *listed, *epilog]) + "\n"
-
-    def _effective(self, config: type) -> dict[str, Any]:
-        """The flags' defaults, and what the configuration makes of those that are unset."""
-        values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
-        if issubclass(config, NegativeTermConfig):
-            with contextlib.suppress(TypeError):  # PyYAML reads a number such as 1e-3 as text
-                config.fill_in(values)
-        return vars(values)
 
 
 def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any], width: int) -> str:
@@ -272,6 +268,41 @@ def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any]
     return "\n".join(lines)
 
 
+def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> str:
+    """
+    Checks what needs no torch of a training command's arguments, as [`parse`] does: names, values that flags take, paths, and the
+    command's own arguments. Returns the help if they ask for it, else nothing. Raises a `ValueError` for wrong ones.
+    """
+    (script, _), default_config = ARGUMENTS[command], embedded.settings_path(command)
+    parser = TrainingParser(ARGUMENTS[command], default_config, prog=f"trl-repulse {command}", epilog=_EPILOG)
+    parser.others = {*launcher_keys, *of_the_method(command)}
+    everything = not {"--help-all", "--help_all"}.isdisjoint(argv)
+    if everything or not {"-h", "--help"}.isdisjoint(argv):
+        parser.set_defaults_with_config(use_cpu="True without a GPU", bf16="True with a GPU")  # which torch knows
+        parser.read_config(argv)
+        return parser.format_help(everything)
+    args, _ = parser.parse_known_args(parser.read_config(_with_config(argv, default_config)))
+    check_inputs(args)
+    script_args = script(**{each.name: getattr(args, each.name) for each in fields(script)})
+    if args.model_name_or_path is not None:
+        _check_named(script_args)
+    return ""
+
+
+def of_the_method(command: str) -> set[str]:
+    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
+    method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
+    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
+    return of_method - own
+
+
+def _with_config(argv: list[str], default_config: str) -> list[str]:
+    """The words, with the settings of the embedded world if they name neither settings nor a model."""
+    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
+    named = flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}
+    return argv if named else ["--config", default_config, *argv]
+
+
 def parse(
     argv: list[str], classes: tuple[type, type], default_config: str, launcher_keys: Collection[str] = ()
 ) -> tuple[Any, Any, ModelConfig]:
@@ -283,11 +314,12 @@ def parse(
     are returned filled in, with [`~trl.ModelConfig`]. The file may have `launcher_keys`, the launcher's arguments, too. Raises a
     `ValueError` if arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
     """
-    flags = {word.partition("=")[0].replace("-", "_") for word in argv}
-    if not flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}:
-        argv = ["--config", default_config, *argv]
-    parser = TrainingParser(classes, default_config)
+    import torch
+
+    argv, parser = _with_config(argv, default_config), TrainingParser(classes, default_config)
     parser.others = launcher_keys
+    if not torch.accelerator.is_available():
+        parser.set_defaults_with_config(use_cpu=True, bf16=False)
     script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.train_batch_size is not None:
         steps = _accumulation(script_args.train_batch_size, args)
@@ -302,10 +334,7 @@ def parse(
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
         script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
         script_args.eval_dataset_name = script_args.eval_dataset_name or embedded.prompts_path("unseen")
-    needed = ["dataset_name"] if script_args.single_prompt is None else []
-    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
-        if getattr(script_args, name) is None:
-            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    _check_named(script_args)
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -313,6 +342,14 @@ def parse(
         **(args.model_init_kwargs or {}),
     }
     return script_args, args, model_args
+
+
+def _check_named(script_args: TrainingScriptArguments) -> None:
+    """Refuses arguments that name no reward or no prompts."""
+    needed = ["dataset_name"] if script_args.single_prompt is None else []
+    for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
+        if getattr(script_args, name) is None:
+            raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
 
 
 def _accumulation(train_batch_size: int, args: Any) -> int:

@@ -9,9 +9,10 @@ from typing import Any
 from .._numbers import percent
 from ..evaluation.gcg.results import read_results
 from ..evaluation.records import write_report
+from ..evaluation.tails import check_share, check_sizes
 from ._card import check_measured
 from ._fields import add_export, add_options, add_prompts, add_reward, check_output
-from .evaluate import SETTINGS
+from .evaluate import SETTINGS, SIZES
 
 
 _TAKEN = "num_samples max_completion_length seed batch_size shard_size dtype revision chat_template_kwargs".split()
@@ -34,11 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "confidence", "output", "trust_remote_code")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, num_samples=16)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuses what can be refused before torch is imported."""
+    check_output(args.output)
+    check_output(args.export, "--export")
+    check_share("confidence", args.confidence)
+    check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
+    if not math.isfinite(args.threshold):
+        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
+    for k in (k for k in args.k if not 1 <= k <= args.num_samples):
+        raise ValueError(f"`--k {k}` must be from 1 to `--num_samples {args.num_samples}`.")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draws what is missing, writes and prints the report, and returns 0."""
+    _check(args)
     from ..data.loading import load_prompts
     from ..evaluation._generation import process_state
     from ..evaluation.attacks import (
@@ -55,18 +69,10 @@ def run(args: argparse.Namespace) -> int:
         success_at,
     )
     from ..evaluation.sampling import SamplingSettings
-    from ..evaluation.tails import check_share
     from ..rewards.loading import load_reward
 
-    check_output(args.output)
-    check_output(args.export, "--export")
-    check_share("confidence", args.confidence)
     given = {name: value for name, value in vars(args).items() if name in _TAKEN}
     settings = SamplingSettings(**given)
-    if not math.isfinite(args.threshold):
-        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
-    for k in (k for k in args.k if not 1 <= k <= settings.num_samples):
-        raise ValueError(f"`--k {k}` must be from 1 to `--num_samples {settings.num_samples}`.")
     attacks = [Attack("prompt")]
     attacks += [] if args.attacks is None else load_attacks(args.attacks)
     attacks += [] if args.prefill is None else [Attack("prefill", prefill=args.prefill)]

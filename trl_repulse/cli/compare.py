@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first",
     )
     add_options(parser, "thresholds", required=True)
-    add_options(parser, "confidence", "output")
+    add_options(parser, "confidence", "output", "partial")
     parser.set_defaults(run=run)
 
 
@@ -27,10 +27,13 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.records import load_samples, write_report
 
     check_output(args.output)
-    comparisons = compare_samples([load_samples(each) for each in args.folders], args.thresholds, args.confidence)
+    samples = [load_samples(each, args.partial) for each in args.folders]
+    comparisons = compare_samples(samples, args.thresholds, args.confidence)
     content = [asdict(each) | {"sentence": each.sentence} for each in comparisons]
     write_report(args.output, {"comparisons": content})
-    print(f"{comparisons[0].prompts:,} prompts. Intervals are paired, for other prompts like these.")
+    of = max(each.header["prompts"].get("of", 0) for each in samples)
+    prompts = f"the first {comparisons[0].prompts:,} of {of:,}" if of else f"{comparisons[0].prompts:,}"
+    print(f"{prompts} prompts. Intervals are paired, for other prompts like these.")
     for each in comparisons:
         print(f"\n{each.to_markdown()}")
     return 0

@@ -11,6 +11,7 @@ from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import SHARED, add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
 
 
+SIZES = ("num_samples", "max_completion_length", "batch_size", "shard_size")
 FIGURES = (".png", ".pdf", ".svg")
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,9 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
-    reading.add_argument(
-        "--partial", action="store_true", help="read the prompts that are done, of a run that has stopped or goes on"
-    )
+    add_options(reading, "partial")
     reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
     reading.add_argument(
         "--labels",
@@ -158,8 +157,7 @@ def _check(args: argparse.Namespace) -> None:
     for name in SETTINGS:
         if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
             raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
-    sizes = ("num_samples", "max_completion_length", "batch_size", "shard_size")
-    check_sizes(**{name: getattr(args, name) for name in sizes if name in args})
+    check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
 
 
 def _sample(args: argparse.Namespace) -> None:

@@ -6,12 +6,17 @@ from ..evaluation.gcg.config import GCGEvaluationConfig, GCGRunArguments
 from .arguments import FieldsParser
 
 
+def build_parser() -> FieldsParser:
+    """The parser of the command."""
+    parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
+    parser.take_training_names()
+    return parser
+
+
 def main(argv: list[str]) -> int:
     """Evaluates, prints the report on the main process and returns 0."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
-    parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
-    parser.take_training_names(frozenset)
-    arguments, config = parser.parse_args_and_config(argv)
+    arguments, config = build_parser().parse_args_and_config(argv)
     from ..evaluation.gcg.evaluator import launch
 
     report = launch(arguments, config)

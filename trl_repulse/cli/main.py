@@ -7,14 +7,17 @@ the exit status. `gcg` has the fields of dataclasses as arguments, as training h
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
-from .._errors import describe_error, did_you_mean, from_reward
-from ._fields import Parser, keep_writing, split_config
+from .._errors import describe_error, did_you_mean, from_reward, unknown_name
+from ._early import launcher_names, read_early, without_torch
+from ._fields import Parser, check_inputs, keep_writing, split_config
 
 
 # Training command -> what it does in one line
@@ -60,10 +63,18 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
             import_module(f"trl_repulse.cli.{name.replace('-', '_')}").add_arguments(subparser)
             help = "YAML file with arguments by name, or that of a training command; flags win over it"
             subparser.add_argument("--config", metavar="FILE", help=help)
-            subparser.take_training_names(training_names)
+            subparser.take_training_names(check_training_names)
             if config is not None:
                 subparser.set_defaults_from(config)
     return parser
+
+
+def check_training_names(path: Path, values: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` unless all names in a file are those of a training command."""
+    known = without_torch(training_names)
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_name(f"`{path}`", name, value, known)
 
 
 @cache
@@ -72,7 +83,6 @@ def training_names() -> frozenset[str]:
     from trl import ModelConfig
 
     from .arguments import ARGUMENTS
-    from .train import launcher_names
 
     classes = {ModelConfig, *(cls for pair in ARGUMENTS.values() for cls in pair)}
     return frozenset({"env", *launcher_names(), *(field.name for cls in classes for field in fields(cls))})
@@ -91,16 +101,20 @@ def main(argv: list[str] | None = None) -> int:
         hint = did_you_mean(command, known)
         build_parser().error(f"there is no command `{command}`.{hint} The commands are {', '.join(known)}.")
     try:
-        if argv[:1] == [command] and command in TRAINING:
-            from .train import launch  # imports torch
+        if (argv[:1] == [command] and command in TRAINING) or command == "gcg":
+            if text := without_torch(read_early, command, argv[1:]):
+                print(text, end="")
+                return 0
+            if command == "gcg":
+                from .gcg import main as gcg
+
+                return gcg(argv[1:])
+            from .train import launch
 
             return launch(command, argv[1:])
-        if command == "gcg":
-            from .gcg import main as gcg  # imports TRL
-
-            return gcg(argv[1:])
         config, argv = split_config(argv)
         args = build_parser(command, config).parse_args(argv)
+        check_inputs(args)
         return args.run(args)
     except KeyboardInterrupt:
         print(f"trl-repulse {command}: interrupted", file=sys.stderr)

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 from trl import GRPOTrainer
@@ -12,7 +11,14 @@ from .. import embedded
 from ..rewards.transformed import TransformedReward
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
-from .arguments import ARGUMENTS, GRPOScriptArguments, PPOScriptArguments, TrainingScriptArguments, parse
+from .arguments import (
+    ARGUMENTS,
+    GRPOScriptArguments,
+    PPOScriptArguments,
+    TrainingScriptArguments,
+    of_the_method,
+    parse,
+)
 from .scripts import make_reward, run
 
 
@@ -34,7 +40,7 @@ def train(
     of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv = sys.argv[1:] if argv is None else argv
-    negative = _of_the_negative_term(command)
+    negative = of_the_method(command)
     known = {*launcher_keys, *negative}
     script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), known)
     path, _ = split_config(argv)
@@ -45,15 +51,12 @@ def train(
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
     if isinstance(script_args, GRPOScriptArguments):
-        extra["reward_funcs"] = _transformed_reward(script_args)
+        extra["reward_funcs"] = reward = make_reward(script_args)
+        if script_args.reward_transform is not None:
+            names = ("alpha", "beta", "threshold")
+            parameters = {name: getattr(script_args, f"reward_transform_{name}") for name in names}
+            extra["reward_funcs"] = TransformedReward(reward, script_args.reward_transform, **parameters)
     run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
-
-
-def _of_the_negative_term(command: str) -> set[str]:
-    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
-    method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
-    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
-    return of_method - own
 
 
 _TRAINERS: dict[str, type[GRPOTrainer]] = {
@@ -81,11 +84,3 @@ def _title(command: str, script_args: TrainingScriptArguments, args: Any) -> str
         name = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}.get(args.loss_type, f"GRPO ({args.loss_type})")
         transform = script_args.reward_transform
     return name if transform is None else f"{name} ({transform} transform)"
-
-
-def _transformed_reward(script_args: GRPOScriptArguments) -> Any:
-    reward = make_reward(script_args)
-    if script_args.reward_transform is None:
-        return reward
-    options = {name: getattr(script_args, f"reward_transform_{name}") for name in ("alpha", "beta", "threshold")}
-    return TransformedReward(reward, script_args.reward_transform, **options)

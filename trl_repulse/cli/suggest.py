@@ -186,10 +186,14 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     """Draws samples of the initial policy, rewards them, trains for a few updates, and concludes."""
     _check(args)
     _say(f"reading {args.model} and the prompts")
+    from transformers import AutoModelForCausalLM
+
     from ..data._checks import check_adapters
     from ..data._prompts import check_template_variables
     from ..data.loading import drop_long_prompts
     from ..evaluation._generation import as_function, check_dtype, check_template_kwargs, process_state
+    from ..models._loading import load_with_tokenizer
+    from ..models._model_checks import check_causal
     from ..rewards.loading import load_reward
 
     check_dtype(args.dtype)
@@ -200,10 +204,12 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     check_template_variables(args.chat_template_kwargs)  # also `tools`, which the trainer takes by itself
     check_template_kwargs(prompts[:1]["prompt"], args.chat_template_kwargs)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
-    model, tokenizer = _load_policy(args)
+    device, options = process_state().device, {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    model, tokenizer = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", device, **options)
+    check_causal(model, "`model`")
     if args.max_prompt_length is not None:
         prompts = drop_long_prompts(prompts, tokenizer, args.max_prompt_length, args.chat_template_kwargs)
-    named = as_function(reward, None, process_state().device, args.chat_template_kwargs, args.trust_remote_code)
+    named = as_function(reward, None, device, args.chat_template_kwargs, args.trust_remote_code)
     measured = _measure(args, model, tokenizer, prompts, named)
     suggestion = suggest_settings(
         measured,
@@ -215,19 +221,6 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     updates = _measure_updates(args, suggestion, measured, prompts, named[1])
     plan(suggestion, measured, updates, args.max_steps, args.minutes)
     return measured, suggestion
-
-
-def _load_policy(args: argparse.Namespace) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM
-
-    from ..evaluation._generation import process_state
-    from ..models._loading import load_with_tokenizer
-    from ..models._model_checks import check_causal
-
-    device, options = process_state().device, {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    model, tokenizer = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", device, **options)
-    check_causal(model, "`model`")
-    return model, tokenizer
 
 
 class _Policy:
@@ -324,26 +317,25 @@ def _gain(
     """
     import torch
 
+    from ..evaluation.rare.pilot import raised_by
     from ..generation._samplers import Sampler
-    from ..math.token_effects import TokenEffects, deviations_of, reward_scale
 
     finite = rewards[np.isfinite(rewards)]
     if finite.size < 2 or finite.min() == finite.max():
         return None  # which is refused
     threshold = policy.args.bad_reward_threshold
     threshold = bad_threshold_for(finite) if threshold is None else threshold
-    deviations = deviations_of(torch.tensor(rewards), *reward_scale(finite.tolist()))
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in tokens], batch_first=True)
-    mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in tokens])
     _say("drawing extra samples, as training would, to see whether they find bad outputs")
     halves = np.array_split(np.arange(len(places)), 2)
     finds: list[list[np.ndarray]] = [[], []]  # w and p / m, by sampler
     for number, half in enumerate(halves):
-        effects = TokenEffects(policy.model.config.get_text_config().vocab_size)
-        other = halves[1 - number]  # effects are learned from what does not judge them
-        known = deviations[other] - deviations[other].nanmean()
-        effects.sums += TokenEffects.of(ids[other], mask[other].long(), known, effects.sums.size(1)).double()
-        for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=effects.biases()[1]))):
+        learning = [i for i in halves[1 - number] if np.isfinite(rewards[i])]  # what does not judge the tokens
+        biases = raised_by(
+            torch.tensor(rewards[learning]),
+            [tokens[i] for i in learning],
+            policy.model.config.get_text_config().vocab_size,
+        )
+        for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=biases[1]))):
             asked = [places[i] for i in half[kind::4]]
             more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)
             found = [(places[i], tokens[i]) for i in half if is_bad(rewards[i], threshold)]
@@ -366,6 +358,8 @@ def _measure_updates(
     args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
 ) -> Updates:
     """Trains with the suggested settings for two updates in each precision, of as many prompts as do not take long."""
+    import torch
+
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
@@ -376,12 +370,11 @@ def _measure_updates(
             for precision in ("float32", "bfloat16"):
                 _say(f"training for two updates of {count * n} completions and as many extra ones in {precision}")
                 seconds[precision] = _train(args, found, prompts, function, count, precision == "bfloat16")
-            return Updates(count, seconds, *_device())
-        except Exception as error:
-            import torch
-
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
+            if not torch.accelerator.is_available():
+                return Updates(count, seconds, "cpu")
+            memory = torch.accelerator.max_memory_allocated()
+            return Updates(count, seconds, torch.accelerator.current_accelerator().type, memory)
+        except torch.OutOfMemoryError as error:
             if count == 1:
                 remedy = "a smaller model, or ZeRO-3" if args.use_peft else "`--use_peft`, or ZeRO"
                 raise ValueError(
@@ -436,15 +429,6 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         trainer.add_callback(clock)
         trainer.train()
     return min(clock.seconds)
-
-
-def _device() -> tuple[str, float | None]:
-    """Kind of the device, and the most memory that this process has had there, in bytes; on a CPU the system does not say it alike."""
-    import torch
-
-    if not torch.accelerator.is_available():
-        return "cpu", None
-    return torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
 
 
 def largest_divisor(number: int, most: float) -> int:

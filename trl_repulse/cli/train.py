@@ -23,28 +23,17 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from .. import embedded
+from ._early import NOT_FORWARDED, launcher_names
 from ._fields import read_yaml, split_config
 
 
 _LAUNCHER = "TRL_REPULSE_LAUNCHER"  # environment variable: the launcher's process, with which training ends
-# Options of the launcher that training has too, or that have no use here
-_NOT_FORWARDED = {"debug", "env", "gradient_accumulation_steps", "help", "module", "no_python"}
-_EPILOG = (
-    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
-    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
-    "`accelerate launch --help` lists them."
-)
 
 
 def launch(command: str, argv: list[str]) -> int:
     """Launches a training command. `accelerate launch` takes its own options from the flags and from the file of `--config`."""
-    path, rest = split_config(argv)
+    prog, (path, _) = f"trl-repulse {command}", split_config(argv)
     settings = {} if path is None else read_yaml(path)
-    prog, everything = f"trl-repulse {command}", not {"--help-all", "--help_all"}.isdisjoint(rest)
-    if everything or not {"-h", "--help"}.isdisjoint(rest):
-        print(_help(command, prog, settings, everything), end="")
-        return 0
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # its notice is about `accelerate launch`
     os.environ[_LAUNCHER] = str(os.getpid())
     try:
@@ -108,22 +97,6 @@ def _end_with_launcher() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _help(command: str, prog: str, settings: dict[str, Any], everything: bool) -> str:
-    # transformers (5.23) imports an installed PEFT with its arguments, which takes as long as all the rest
-    hidden = "transformers" not in sys.modules and "peft" not in sys.modules
-    if hidden:
-        sys.modules["peft"] = None
-    try:
-        from .arguments import ARGUMENTS, TrainingParser
-    finally:
-        if hidden:
-            del sys.modules["peft"]
-
-    parser = TrainingParser(ARGUMENTS[command], embedded.settings_path(command), prog=prog, epilog=_EPILOG)
-    parser.set_defaults_with_config(**settings)
-    return parser.format_help(everything)
-
-
 def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argparse.Namespace:
     """Arguments of `accelerate launch`: its options, this module, and all other words."""
     parser = launch_command_parser()
@@ -146,13 +119,8 @@ def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argpa
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """The launcher's own flags."""
-    actions = [action for action in parser._actions if action.dest not in _NOT_FORWARDED]
+    actions = [action for action in parser._actions if action.dest not in NOT_FORWARDED]
     return {flag: action for action in actions for flag in action.option_strings if flag.startswith("--")}
-
-
-def launcher_names() -> list[str]:
-    """Names of the launcher's flags, which the file of `--config` may have too."""
-    return [*(flag.removeprefix("--") for flag in _options(launch_command_parser())), "accelerate_config"]
 
 
 if __name__ == "__main__":

@@ -9,13 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from accelerate.logging import get_logger
-from accelerate.utils import patch_environment
-
 from ..data._prompts import check_template_variables
 
-
-logger = get_logger(__name__)
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
@@ -94,11 +89,14 @@ def own_precision(args: Any) -> Iterator[None]:
     With both False, TrainingArguments (transformers 5.23) would take the launcher's precision without saying so. Warns
     if the launcher's is another.
     """
+    from accelerate.logging import get_logger  # imports torch
+    from accelerate.utils import patch_environment
+
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     with patch_environment(ACCELERATE_MIXED_PRECISION="no"):
         yield
     if launched not in ("no", args.mixed_precision):
-        logger.warning_once(
+        get_logger(__name__).warning_once(
             f"`bf16={args.bf16}` and `fp16={args.fp16}` win over `mixed_precision: {launched}` of `accelerate launch`: the mixed "
             f"precision of this run is {args.mixed_precision!r}. Set `bf16` or `fp16` to choose another."
         )

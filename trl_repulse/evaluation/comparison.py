@@ -84,7 +84,8 @@ def compare_samples(
 
     Args:
         samples (`Sequence` of [`~trl_repulse.evaluation.records.SampleSet`]):
-            Two or more sets with the same prompts, rewards and length.
+            Two or more sets with the same prompts, rewards and length. Of sets that are not complete ([`~trl_repulse.evaluation.records.load_samples`]
+            with `partial`), the first prompts are compared, which all sets have.
         thresholds (`Sequence[float]`): η of each P(r < η), in units of reward.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage.
 
@@ -100,7 +101,8 @@ def compare_samples(
     first, *others = samples
     for one, other in combinations(samples, 2):
         _check_pair(one, other)
-    return [_compare(first, other, thresholds, confidence) for other in others]
+    prompts = min(len(each.prompts) for each in samples)
+    return [_compare(first, other, prompts, thresholds, confidence) for other in others]
 
 
 def _check_pair(one: SampleSet, other: SampleSet) -> None:
@@ -108,7 +110,8 @@ def _check_pair(one: SampleSet, other: SampleSet) -> None:
     headers = []
     for each in (one, other):
         settings = {name: each.header["settings"].get(name) for name in _SAME}
-        headers.append({name: each.header[name] for name in ("prompts", "rewards")} | {"settings": settings})
+        prompts = {name: it for name, it in each.header["prompts"].items() if name not in ("count", "of")}
+        headers.append({"prompts": prompts, "rewards": each.header["rewards"], "settings": settings})
         if None not in (one.header["reference"], other.header["reference"]):
             headers[-1]["reference"] = each.header["reference"]
     name = header_difference(*headers)
@@ -117,8 +120,9 @@ def _check_pair(one: SampleSet, other: SampleSet) -> None:
             f"`{other.folder}` and `{one.folder}` were sampled with another `{name}`; compare samples of the same prompts, rewards, "
             f"reference and length{remedy(name)}."
         )
-    texts = [(each.table["prompt"], each.table["completion"]) for each in (one, other)]
-    if texts[0] == texts[1]:
+    rows = min(len(each.table) for each in (one, other))
+    texts = [each.table.select(["prompt", "completion"]).slice(0, rows) for each in (one, other)]
+    if texts[0].equals(texts[1]):
         raise ValueError(f"`{other.folder}` and `{one.folder}` hold the same completions; leave one out.")
 
 
@@ -137,17 +141,19 @@ def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) 
     return found
 
 
-def _compare(one: SampleSet, other: SampleSet, thresholds: Sequence[float], confidence: float) -> Comparison:
+def _compare(
+    one: SampleSet, other: SampleSet, prompts: int, thresholds: Sequence[float], confidence: float
+) -> Comparison:
     first, second = _columns(one, other, thresholds), _columns(other, one, thresholds)
     names = [name for name in first if name in second]
     strict = 1 - (1 - confidence) / len(names)
     differences = {}
     for name in names:
-        a, b = first[name], second[name]
+        a, b = first[name][:prompts], second[name][:prompts]
         low, high = paired_interval(a, b, strict)
         ends = paired_interval(a, b, confidence)
         differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
-    return Comparison((str(one.folder), str(other.folder)), len(one.prompts), confidence, differences)
+    return Comparison((str(one.folder), str(other.folder)), prompts, confidence, differences)
 
 
 def paired_interval(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:

@@ -277,7 +277,7 @@ def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> Sa
     if not partial or not done:
         raise ValueError(
             f"`{folder}` is not complete ({done} of {count} prompts so far); run the same command again to finish it, or read "
-            f"the prompts that are done with `trl-repulse evaluate {folder} --partial`."
+            "the prompts that are done with `--partial` (`trl-repulse evaluate` and `compare`)."
         )
     header = header | {"prompts": header["prompts"] | {"count": done, "of": count}}
     return SampleSet(folder, header, pa.concat_tables(tables).slice(0, done * size))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from ...data._prompts import warn_of_template
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
+from ...data.loading import CONTEXT, in_context
 from ...engine.reward_functions import with_checks
 from ...models._loading import check_same_tokens, load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
@@ -226,7 +227,8 @@ def load_table(
     Reads targets from a CSV file with a header, or from rows such as those of a [`~datasets.Dataset`].
 
     `scenario="behaviors"` needs the columns `goal` and `target`, `"strings"` only `target`. With `on_bad_row="skip"`, rows
-    without a text in these columns are kept with their `fault`; otherwise they raise `ValueError`.
+    without a text in these columns are kept with their `fault`; otherwise they raise `ValueError`. HarmBench's `ContextString` is put
+    in front of the `goal`, as [`~trl_repulse.data.load_prompts`] does.
     """
     if isinstance(rows_or_csv, str | Path):
         where, path = f"`{rows_or_csv}`", Path(rows_or_csv)
@@ -251,6 +253,8 @@ def load_table(
         empty = [name for name, text in texts.items() if not isinstance(text, str) or text.strip().lower() in _EMPTY]
         texts = {name: "" if name in empty else text for name, text in texts.items()}
         fault = f"no {' and no '.join(empty)}" if empty else None
+        if texts.get("goal"):
+            texts["goal"] = in_context(texts["goal"], row.get(CONTEXT))
         labels = {name: row[name] for name in LABELS if name in row}
         table.append(TableRow(number, texts.get("goal", ""), texts["target"], fault, labels))
     bad = [row for row in table if row.fault is not None]

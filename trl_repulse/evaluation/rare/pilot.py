@@ -105,7 +105,11 @@ def draw_by_pilot(
 
 def raised_tokens(draws: Draws, vocabulary: int) -> list[torch.Tensor]:
     """Biases (V,) of logits, nats, that make low rewards more frequent, learned from completions."""
-    rewards, rows = draws.sample.rewards.flatten(), [row for prompt in draws.ids for row in prompt]
+    return raised_by(draws.sample.rewards.flatten(), [row for prompt in draws.ids for row in prompt], vocabulary)
+
+
+def raised_by(rewards: torch.Tensor, rows: Sequence[Sequence[int]], vocabulary: int) -> list[torch.Tensor]:
+    """As [`raised_tokens`], of B completions: their rewards (B,) and their tokens."""
     effects = TokenEffects(vocabulary)
     middle, spread = reward_scale(rewards.tolist())
     if spread:
