@@ -108,20 +108,18 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     name. Each call gets lists of its own.
     """
     where = f"The reward function '{name}'"
-    if is_async_callable(function):
 
-        async def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = await function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
+    def checked_at_once(completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming(name):
+            result = function(completions=_own(completions), **_own(columns))
+        return read_rewards(result, where, len(completions))
 
-    else:
+    async def checked_later(completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming(name):
+            result = await function(completions=_own(completions), **_own(columns))
+        return read_rewards(result, where, len(completions))
 
-        def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
-
+    checked: Any = checked_later if is_async_callable(function) else checked_at_once
     checked.__name__ = name
     checked.unchecked = function
     return checked

@@ -94,7 +94,7 @@ class SecondModel:
         placed = getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2
         if not placed:
             module.to(accelerator.device)
-        self.module = module
+        self.module: Any = module
         self.engine: Any = module
         self.learning_rate = learning_rate
         self.optimizer: Any = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -130,7 +130,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+Datasets: TypeAlias = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 
 
 @dataclass
@@ -189,6 +189,15 @@ class BaseTrainer(GRPOTrainer):
     args: Any
     model: Any
     accelerator: Any
+    state: Any
+    ref_model: Any
+    beta: Any
+    reward_funcs: Any
+    processing_class: Any
+    data_collator: Any
+    vllm_generation: Any
+    pad_to_multiple_of: Any
+    _buffered_inputs: Any
     # Markdown that the model card shows under "Measured"; set by evaluation callbacks
     tail_report: str | None = None
     # Numbers by name, for the card's metadata (`model-index`); set by evaluation callbacks
@@ -209,7 +218,11 @@ class BaseTrainer(GRPOTrainer):
     constraint: Constraint | None = None  # on the rate of bad outputs
     proposal: SecondModel | None = None
     _negative: NegativeTerm | None = None
-    _scoring: Scoring | None = None
+    # What steps are made of
+    _logs_of_run: Logs
+    _tables: Tables
+    _drawing: Drawing
+    _scoring: Scoring
     _conversation: list[dict[str, Any]] | None = None  # the latest prompt as the chat template got it
     _fitting_prompts: tuple[float, float] = (0, 0)  # as `data._checks.fitting_prompts` gives, once a batch was checked
     _has_begun = False  # whether the negative data in the folder are this run's
@@ -365,7 +378,7 @@ class BaseTrainer(GRPOTrainer):
     @property
     def _guard(self) -> Guard:
         """What keeps sampling and scoring right for all models."""
-        return Scoring.guard if self._scoring is None else self._scoring.guard
+        return vars(self).get("_scoring", Scoring).guard  # that of a new one until it is made
 
     @_guard.setter
     def _guard(self, guard: Guard) -> None:
@@ -484,6 +497,7 @@ class BaseTrainer(GRPOTrainer):
         """Σ_t (log p − log p_0) of each completion, `(U, n)`, nats; zeros without a KL penalty."""
         if self.beta == 0.0:
             return torch.zeros_like(samples.rewards)
+        assert log_p is not None and samples.ref_log_p is not None
         return sequence_log_prob(log_p, samples.mask) - samples.ref_log_p
 
     def _returns(self, samples: CompletionSet, log_p: torch.Tensor | None) -> torch.Tensor:
@@ -578,7 +592,7 @@ class BaseTrainer(GRPOTrainer):
         sampled = self.model_wrapped
         if sampled is not self.model or hasattr(sampled, "_orig_mod"):  # accelerate takes 2 ms to find nothing
             sampled = self.accelerator.unwrap_model(sampled, keep_torch_compile=False)
-        once = contextlib.nullcontext()
+        once: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         together = self._scoring.passes_together
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
@@ -837,8 +851,8 @@ class BaseTrainer(GRPOTrainer):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
         checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
-        is_adapter = isinstance(self.proposal, SecondAdapter)
-        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+        proposal = self.proposal
+        with proposal.module.frozen() if isinstance(proposal, SecondAdapter) else contextlib.nullcontext():
             begin_checkpoint(self, checkpoint)
             if not self.args.save_only_model:
                 for folder, second in self.second_models.items():  # `save_model` writes the weights
