@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard

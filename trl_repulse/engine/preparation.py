@@ -390,7 +390,7 @@ def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
     model.forward = MethodType(forward, model)
 
 
-def _tokens(model: nn.Module) -> torch.Tensor:
+def _tokens(model: Any) -> torch.Tensor:
     """A few rows of tokens, neither the first nor the last of the vocabulary, which are often no words."""
     size, device = vocab_size(model), next(model.parameters()).device
     return (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size

@@ -19,7 +19,6 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.trainer.utils import RepeatSampler
 
 from .._errors import changed_prompt
 from ..data._prompts import rendering
@@ -71,7 +70,7 @@ class ResumedSampler(Sampler[int]):
     run would repeat the first.
     """
 
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+    def __init__(self, sampler: Any, epoch: Callable[[], int]):
         self._sampler = sampler
         self._epoch = epoch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from .._errors import RAISED_BY
 from ..data._checks import ALWAYS_PASSED
@@ -20,7 +20,7 @@ from .trl_bridge import is_async_callable
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
-def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArguments) -> tuple[list[Any], list[Any]]:
+def load_reward_models(reward_funcs: Any, tokenizers: Any, args: Any) -> tuple[list[Any], list[Any]]:
     """
     `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths, loaded as TRL (1.16)
     does. TRL would train for the random numbers of a head that a checkpoint lacks.

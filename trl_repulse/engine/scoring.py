@@ -26,6 +26,7 @@ from ..models._layout import Layout
 from .trl_bridge import add_fused_lm_head, disable_gradient_checkpointing, scored_in_small_tiles, split_tensor_dict
 from .units import OWN, CompletionSet, Shape, Units
 
+
 Parts = tuple[Any, ...]  # tensors of rows or of a whole pass, and `None` for what the pass does not give
 
 
@@ -72,7 +73,8 @@ class _FusedHead:
     def __init__(self, model: PreTrainedModel, sampler: Sampler, cast_lm_head_to_fp32: bool):
         self.config: PreTrainedConfig = model.config
         self._embeddings, self._bias = model.get_output_embeddings, sampler.head_bias
-        add_fused_lm_head(self, sampler.temperature, cast_lm_head_to_fp32)
+        place: Any = self
+        add_fused_lm_head(place, sampler.temperature, cast_lm_head_to_fp32)
 
     def get_output_embeddings(self) -> Any:
         """The model's head, or its weights with the sampler's bias; [`takes_bias`] says where that is the same as biased logits."""
@@ -202,9 +204,7 @@ def token_log_probs(
     return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, other)
 
 
-def needed_rows(
-    score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor
-) -> Parts:
+def needed_rows(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
     """
     What `score` makes of the rows that are `needed`, a mask (R,), in tensors of R rows, 0 in the place of others. The first row is always
     read: all processes make the pass, whose weights they may share.
@@ -425,7 +425,8 @@ class Scoring:
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self.by_length(reader, *rows)
         else:
-            with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
+            kwargs = self._args.gradient_checkpointing_kwargs
+            with torch.no_grad(), disable_gradient_checkpointing(model, kwargs):  # type: ignore[arg-type]
                 log_p, _, _, other_log_p = self.in_passes(reader, layout, len(joined.ids), size, *rows)
             entropy = aux_loss = None
 

@@ -264,7 +264,7 @@ def sampling_from(
 
 
 @contextlib.contextmanager
-def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
+def without_lasting_changes(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
     Context in which sampling keeps the mode and precision of the model, unwrapped.
 

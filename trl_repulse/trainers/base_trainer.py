@@ -130,7 +130,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Datasets: TypeAlias = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+Datasets: TypeAlias = (
+    Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+)
 
 
 @dataclass
@@ -190,6 +192,7 @@ class BaseTrainer(GRPOTrainer):
     model: Any
     accelerator: Any
     state: Any
+    train_dataset: Any
     ref_model: Any
     beta: Any
     reward_funcs: Any
@@ -197,6 +200,14 @@ class BaseTrainer(GRPOTrainer):
     data_collator: Any
     vllm_generation: Any
     pad_to_multiple_of: Any
+    num_generations: Any
+    num_generations_eval: Any
+    max_completion_length: Any
+    chat_template_kwargs: Any
+    hub_model_id: Any
+    loss_is_scaled_for_ga: Any
+    _config_cls: Any
+    _metrics: Any
     _buffered_inputs: Any
     # Markdown that the model card shows under "Measured"; set by evaluation callbacks
     tail_report: str | None = None
@@ -725,7 +736,7 @@ class BaseTrainer(GRPOTrainer):
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
         with self._logs_of_run.counting(dataloader, self.num_generations_eval) as evaluation:
-            output = super().evaluation_loop(
+            output: Any = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if evaluation.losses:  # transformers (5.23) counts prompts in the last batch, though its rows are completions
@@ -878,7 +889,7 @@ class BaseTrainer(GRPOTrainer):
     def _engine_fits(
         self,
         args: Any,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Any,
         adapters: list["PeftConfig | None"],
     ) -> Iterator[None]:
         """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
@@ -936,7 +947,7 @@ class BaseTrainer(GRPOTrainer):
         if not _internal_call and not self.args.push_to_hub and Path(output_dir or own).resolve() == own:
             self.create_model_card(own.name)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
             amend_model_card(self)
