@@ -196,10 +196,9 @@ class PPOTrainer(GRPOLossTrainer):
             log_p = self._sampling_log_probs(batch) if kept is None else kept
 
         # Token rewards: the KL penalty at each token, the reward at the last
-        of_policy, of_reference, reward = (x.unsqueeze(1) for x in (log_p, log_ref, self._transform(rewards)))
-        token_rewards = kl_token_rewards(of_policy, of_reference, reward, self.beta, mask.unsqueeze(1)).squeeze(
-            1
-        )  # (B, T)
+        rows = (log_p, log_ref, self._transform(rewards), mask)
+        of_policy, of_reference, aims, taken = (x.unsqueeze(1) for x in rows)
+        token_rewards = kl_token_rewards(of_policy, of_reference, aims, self.beta, taken).squeeze(1)  # (B, T)
         values = self._sampling_values(batch)
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
