@@ -371,7 +371,7 @@ class Adapter(AdapterView):
                 f"{directory} holds no adapter (`{_WEIGHTS}`), but the proposal is an adapter over the policy's base; "
                 "was it trained with full weights?"
             )
-        result = set_peft_model_state_dict(self.model, load_file(path), adapter_name=self.name)
+        result: Any = set_peft_model_state_dict(self.model, load_file(path), adapter_name=self.name)
         missing = sorted(set(result.missing_keys) & set(self._weights))
         if missing or result.unexpected_keys:
             raise ValueError(
