@@ -389,7 +389,7 @@ class BaseTrainer(GRPOTrainer):
     @property
     def _guard(self) -> Guard:
         """What keeps sampling and scoring right for all models."""
-        return vars(self).get("_scoring", Scoring).guard  # that of a new one until it is made
+        return vars(self).get("_scoring", Scoring).guard  # the default until `_scoring` is made
 
     @_guard.setter
     def _guard(self, guard: Guard) -> None:
