@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
@@ -99,10 +99,17 @@ def share_explained(targets: Moments, errors: Moments) -> float:
 class Pooled(float):
     """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
 
-    def __new__(cls, statistic: Callable[..., float], *moments: Moments):
+    statistic: Callable[..., float]
+    _moments: tuple[Moments, ...]
+
+    def __new__(cls, statistic: Callable[..., float], *moments: Moments) -> "Pooled":
         metric = super().__new__(cls, statistic(*moments))
-        metric.statistic, metric.moments = statistic, moments
+        metric.statistic, metric._moments = statistic, moments
         return metric
+
+    @property
+    def moments(self) -> tuple[Moments, ...]:
+        return self._moments
 
 
 class ShareUnder(Pooled):
@@ -111,13 +118,16 @@ class ShareUnder(Pooled):
     among the rewards counts for nothing.
     """
 
-    def __new__(cls, rewards: torch.Tensor, threshold: Callable[[], float | None]):
+    _rewards: torch.Tensor
+    _threshold: Callable[[], float | None]
+
+    def __new__(cls, rewards: torch.Tensor, threshold: Callable[[], float | None]) -> "ShareUnder":
         metric = float.__new__(cls, math.nan)
         metric.statistic, metric._rewards, metric._threshold = mean, rewards, threshold
         return metric
 
     @property
-    def moments(self) -> tuple[Moments]:
+    def moments(self) -> tuple[Moments, ...]:
         threshold = self._threshold()
         if threshold is None:
             return (Moments(),)
@@ -320,8 +330,8 @@ class Logs:
 
     def token_mean(self, name: str, total: torch.Tensor, tokens: torch.Tensor) -> None:
         """Records a mean over tokens from this process's sum and number of them."""
-        total, tokens = torch.stack([total.detach(), tokens.to(total.dtype)]).tolist()
-        self._waiting.append(({f"{self.prefix}{name}": mean}, (total, tokens)))
+        of_process = torch.stack([total.detach(), tokens.to(total.dtype)]).tolist()
+        self._waiting.append(({f"{self.prefix}{name}": mean}, (of_process[0], of_process[1])))
 
     def value(self, name: str, value: float) -> None:
         """Records, for training, a number that all processes have."""
@@ -363,7 +373,7 @@ class Logs:
         self.record({"reward": mean, "reward_std": std}, Moments.of(rewards))
         self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
 
-    def pending(self, pending: dict[str, list[float]], rows: int) -> None:
+    def pending(self, pending: dict[str, list[float]], rows: float) -> None:
         """Records and clears what reward functions logged for a batch of this process, of which `rows` count."""
         for name in sorted(set(gather_object(list(pending)))):  # sorted, so that all processes gather the same one
             values = torch.tensor(pending.get(name, []), dtype=torch.float32)
@@ -393,7 +403,7 @@ class Logs:
             )
 
     def weighing(
-        self, count: float, samples: float | None = None, of_samples: tuple[str, ...] = ()
+        self, count: float, samples: float = 0.0, of_samples: tuple[str, ...] = ()
     ) -> contextlib.AbstractContextManager[dict[str, list]]:
         """
         Context manager that collects what TRL logs and weights it by `count` (samples or tokens over all processes), or by `samples` for

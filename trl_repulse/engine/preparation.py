@@ -102,7 +102,7 @@ _LONGEST = 512  # tokens of a prompt
 _ELSEWHERE = 64  # the same where the model is still on the CPU and trains elsewhere
 
 
-def first_batch(trainer: Any, policy: nn.Module, use_cache: bool) -> tuple[torch.Tensor, ...] | None:
+def first_batch(trainer: Any, policy: Any, use_cache: bool) -> tuple[torch.Tensor, ...] | None:
     """
     The first rows of a trainer's data set, once TRL has built it, with completions that the policy draws: prompts (P, L) behind padding
     and their mask, completions (P, n, S) and their mask, which is 0 behind an end token, on CPU.
@@ -375,6 +375,7 @@ def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
     def forward(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any):
         if not fused_lm_head:
             return fused(*args, **kwargs) if labels is None else fused(*args, labels=labels, **kwargs)
+        assert labels is not None
         outputs = own(self, *args, **kwargs | {"use_cache": False})
         labels = labels[:, 1:]
         log_p = (outputs.logits[:, -labels.size(1) - 1 : -1].float() / temperature).log_softmax(dim=-1)
@@ -389,7 +390,7 @@ def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
     model.forward = MethodType(forward, model)
 
 
-def _tokens(model: nn.Module) -> torch.Tensor:
+def _tokens(model: Any) -> torch.Tensor:
     """A few rows of tokens, neither the first nor the last of the vocabulary, which are often no words."""
     size, device = vocab_size(model), next(model.parameters()).device
     return (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size

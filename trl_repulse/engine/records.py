@@ -183,7 +183,7 @@ def _has_effect(args: Any, name: str) -> bool:
     }.get(name, True)
 
 
-def write_proposal_card(directory: Path, policy: str, started_from: str, args: NegativeTermConfig) -> None:
+def write_proposal_card(directory: Path, policy: str, started_from: str, args: Any) -> None:
     """Writes a proposal's card, with a warning, into its folder. `policy` names its policy, and `started_from` its base model."""
     name, meaning = {
         "tilted": ("target_dist_beta", "negative: low rewards are sought"),

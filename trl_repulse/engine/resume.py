@@ -19,7 +19,6 @@ from torch.utils.data import Sampler
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.trainer.utils import RepeatSampler
 
 from .._errors import changed_prompt
 from ..data._prompts import rendering
@@ -71,7 +70,7 @@ class ResumedSampler(Sampler[int]):
     run would repeat the first.
     """
 
-    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
+    def __init__(self, sampler: Any, epoch: Callable[[], int]):
         self._sampler = sampler
         self._epoch = epoch
 
@@ -91,7 +90,7 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
     The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`. Raises a `ValueError` if
     there is none, or it was not written to its end.
     """
-    if resume_from_checkpoint is not True:
+    if not isinstance(resume_from_checkpoint, bool):
         if not Path(resume_from_checkpoint).is_dir():
             raise ValueError(
                 f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
@@ -328,8 +327,8 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
     before, now = position["settings"], _settings(trainer)
     for name in _ADAPTERS:  # fields that differ, and that both versions of PEFT have
         if now[name] is not None and before[name] is not None:
-            changed = {key for key in now[name] if key in before[name] and now[name][key] != before[name][key]}
-            before[name], now[name] = ({key: one[name][key] for key in sorted(changed)} for one in (before, now))
+            keys = sorted(key for key in now[name] if key in before[name] and now[name][key] != before[name][key])
+            before[name], now[name] = ({key: one[name][key] for key in keys} for one in (before, now))
     drawn = position["prompt"]
     if drawn is not None:
         text = _rendered(trainer, drawn["messages"])["text"]

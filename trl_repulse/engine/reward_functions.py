@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from .._errors import RAISED_BY
 from ..data._checks import ALWAYS_PASSED
@@ -20,7 +20,7 @@ from .trl_bridge import is_async_callable
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 
-def load_reward_models(reward_funcs: Any, tokenizers: Any, args: TrainingArguments) -> tuple[list[Any], list[Any]]:
+def load_reward_models(reward_funcs: Any, tokenizers: Any, args: Any) -> tuple[list[Any], list[Any]]:
     """
     `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths, loaded as TRL (1.16)
     does. TRL would train for the random numbers of a head that a checkpoint lacks.
@@ -108,20 +108,18 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     name. Each call gets lists of its own.
     """
     where = f"The reward function '{name}'"
-    if is_async_callable(function):
 
-        async def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = await function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
+    def checked_at_once(completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming(name):
+            result = function(completions=_own(completions), **_own(columns))
+        return read_rewards(result, where, len(completions))
 
-    else:
+    async def checked_later(completions: list[Any], **columns: Any) -> list[float | None]:
+        with _naming(name):
+            result = await function(completions=_own(completions), **_own(columns))
+        return read_rewards(result, where, len(completions))
 
-        def checked(completions: list[Any], **columns: Any) -> list[float | None]:
-            with _naming(name):
-                result = function(completions=_own(completions), **_own(columns))
-            return read_rewards(result, where, len(completions))
-
+    checked: Any = checked_later if is_async_callable(function) else checked_at_once
     checked.__name__ = name
     checked.unchecked = function
     return checked

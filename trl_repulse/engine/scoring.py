@@ -27,6 +27,9 @@ from .trl_bridge import add_fused_lm_head, disable_gradient_checkpointing, score
 from .units import OWN, CompletionSet, Shape, Units
 
 
+Parts = tuple[Any, ...]  # tensors of rows or of a whole pass, and `None` for what the pass does not give
+
+
 class Scores(NamedTuple):
     """Of R rows with k completions of T tokens: log-probabilities and entropies (nats), and a router's loss."""
 
@@ -70,7 +73,8 @@ class _FusedHead:
     def __init__(self, model: PreTrainedModel, sampler: Sampler, cast_lm_head_to_fp32: bool):
         self.config: PreTrainedConfig = model.config
         self._embeddings, self._bias = model.get_output_embeddings, sampler.head_bias
-        add_fused_lm_head(self, sampler.temperature, cast_lm_head_to_fp32)
+        place: Any = self
+        add_fused_lm_head(place, sampler.temperature, cast_lm_head_to_fp32)
 
     def get_output_embeddings(self) -> Any:
         """The model's head, or its weights with the sampler's bias; [`takes_bias`] says where that is the same as biased logits."""
@@ -200,9 +204,7 @@ def token_log_probs(
     return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, other)
 
 
-def needed_rows(
-    score: Callable[..., tuple[torch.Tensor | None, ...]], needed: torch.Tensor, *rows: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+def needed_rows(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
     """
     What `score` makes of the rows that are `needed`, a mask (R,), in tensors of R rows, 0 in the place of others. The first row is always
     read: all processes make the pass, whose weights they may share.
@@ -423,7 +425,8 @@ class Scoring:
         if gradient:
             log_p, entropy, aux_loss, other_log_p = self.by_length(reader, *rows)
         else:
-            with torch.no_grad(), disable_gradient_checkpointing(model, self._args.gradient_checkpointing_kwargs):
+            kwargs = self._args.gradient_checkpointing_kwargs
+            with torch.no_grad(), disable_gradient_checkpointing(model, kwargs):  # type: ignore[arg-type]
                 log_p, _, _, other_log_p = self.in_passes(reader, layout, len(joined.ids), size, *rows)
             entropy = aux_loss = None
 
@@ -435,7 +438,7 @@ class Scoring:
 
     def _reader(
         self, model: nn.Module, layout: Layout, leave_out: bool, sampler: Sampler | None, gradient: bool
-    ) -> Callable[..., tuple[torch.Tensor | None, ...]]:
+    ) -> Callable[..., Parts]:
         """
         A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `leave_out`, it skips completions
         that are not needed if each has a row of its own.
@@ -532,12 +535,12 @@ class Scoring:
 
     def in_passes(
         self,
-        score: Callable[..., tuple[torch.Tensor | None, ...]],
+        score: Callable[..., Parts],
         layout: Layout,
         units: int,
         size: int,
         *rows: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> Parts:
         """
         What `score` makes of rows (R, ...) without gradient, in several passes. Where prompts are shared, each takes no more tokens than a
         micro-batch of `size` has in rows of single completions, and no more than twice its completions, which go onto the vocabulary; or
@@ -549,8 +552,8 @@ class Scoring:
             at_once = max(1, min(tokens // row, 2 * size // layout.count))
         passes = math.ceil(len(rows[0]) / at_once)
         if self.guard.share_prompts and self.passes_together:
-            passes = torch.tensor([passes], device=self._accelerator.device)
-            passes = min(int(self._accelerator.gather(passes).max()), units)
+            of_process = torch.tensor([passes], device=self._accelerator.device)
+            passes = min(int(self._accelerator.gather(of_process).max()), units)
         chunks = zip(*(x.tensor_split(passes) for x in rows), strict=True)
         parts = zip(*(self.by_length(score, *chunk) for chunk in chunks), strict=True)
         return tuple(
@@ -560,12 +563,12 @@ class Scoring:
 
     def in_rows(
         self,
-        score: Callable[[torch.Tensor, torch.Tensor, Layout], tuple[torch.Tensor | None, ...]],
+        score: Callable[[torch.Tensor, torch.Tensor, Layout], Parts],
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         width: int,
         size: int | None = None,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> Parts:
         """
         What `score` makes of completions (B, T) at the end of rows (B, L + T), of which neighbours may have the same prompt: in one pass,
         or in several as for micro-batches of `size`.
@@ -577,7 +580,7 @@ class Scoring:
         completions = [x[:, length:].reshape(-1, n, width) for x in (input_ids, attention_mask)]
         rows = [layout.rows(x[::n], y) for x, y in zip(prompts, completions, strict=True)]
 
-        def of_rows(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def of_rows(ids: torch.Tensor, mask: torch.Tensor) -> Parts:
             return score(ids, mask, replace(layout, prompt=ids.size(1) - layout.count * width))
 
         if size is None:
@@ -586,11 +589,11 @@ class Scoring:
 
     def by_length(
         self,
-        score: Callable[..., tuple[torch.Tensor | None, ...]],
+        score: Callable[..., Parts],
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         *more: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> Parts:
         """
         What `score` makes of rows (B, L + T), their mask and whatever else there is of each row: all at once, or by prompt length
         if a model reads padding.
@@ -605,7 +608,7 @@ class Scoring:
         return without_padding(score, input_ids, attention_mask, *more)
 
 
-def by_prompt(batches: list[dict[str, torch.Tensor | None]]) -> list[dict[str, torch.Tensor | None]]:
+def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of micro-batches, those of a prompt next to each other, in as many micro-batches; what has no rows stays."""
     in_rows = [name for name, x in batches[0].items() if x is not None and x.dim() > 0]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in in_rows}

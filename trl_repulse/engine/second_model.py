@@ -87,7 +87,7 @@ class SecondModel:
         `ValueError`: With a configuration of FSDP or DeepSpeed that cannot serve two models.
     """
 
-    def __init__(self, module: PreTrainedModel, accelerator: Accelerator, learning_rate: float):
+    def __init__(self, module: Any, accelerator: Accelerator, learning_rate: float):
         _fsdp.check_fsdp(accelerator, module)
         check_deepspeed(accelerator)
         # Quantized models and models that ZeRO-3 has partitioned are placed when they are loaded; FSDP2 places parts
@@ -111,7 +111,7 @@ class SecondModel:
         Wraps the model as the trainer's is wrapped, with optimizer, schedule (over `num_training_steps` updates) and clipping by the
         trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew.
         """
-        args = trainer.args
+        args: Any = trainer.args
         if self.optimizer is None:
             self._build(trainer)
             self._max_grad_norm = args.max_grad_norm
@@ -130,7 +130,7 @@ class SecondModel:
 
     def _build(self, trainer: Trainer) -> None:
         """Makes engine and optimizer."""
-        args = trainer.args
+        args: Any = trainer.args
         if args.activation_checkpointing:
             kwargs = dict(args.activation_checkpointing_kwargs or {})
             layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
@@ -371,7 +371,7 @@ class Adapter(AdapterView):
                 f"{directory} holds no adapter (`{_WEIGHTS}`), but the proposal is an adapter over the policy's base; "
                 "was it trained with full weights?"
             )
-        result = set_peft_model_state_dict(self.model, load_file(path), adapter_name=self.name)
+        result: Any = set_peft_model_state_dict(self.model, load_file(path), adapter_name=self.name)
         missing = sorted(set(result.missing_keys) & set(self._weights))
         if missing or result.unexpected_keys:
             raise ValueError(
@@ -410,8 +410,9 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
         elif key in matrices:
             p.data = p.data.to(dtype)
     disable_dropout(model)  # the new adapter's; TRL has done so with all others
-    model.save_pretrained = MethodType(_save_the_others, model)
-    bind_adapters_to_checkpoints(model.get_base_model())
+    model.save_pretrained = MethodType(_save_the_others, model)  # type: ignore[method-assign]
+    base: Any = model.get_base_model()
+    bind_adapters_to_checkpoints(base)
     return Adapter(model, name, weights).requires_grad_(False)
 
 
@@ -559,7 +560,7 @@ def load_reference(trainer: Any, checkpoint: Path) -> None:
             f"{checkpoint} holds no reference that `sync_ref_model=True` could go on from (written by an earlier version, or "
             "with FSDP's first version); resume from another, or start a new run from its models."
         )
-    weights = load_file(path)
+    weights: dict[str, Any] = load_file(path)
     module = trainer.accelerator.unwrap_model(trainer.ref_model, keep_torch_compile=False)
     names = {name for name, _ in module.named_parameters()}
     if names != set(weights):
@@ -599,6 +600,7 @@ def build_value_model(
         `ValueError`: If the architecture has no token classifier, a classifier has several labels or a head of several
             layers, the model is quantized and no adapter is asked for, or a saved adapter is not a value model's.
     """
+    value: Any
     if not isinstance(model, str):
         base = base_of(model)
         if type(base).__name__.endswith("ForTokenClassification"):
@@ -638,7 +640,7 @@ def build_value_model(
     return value.train()  # activation checkpointing works in training mode alone
 
 
-def _load(path: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+def _load(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
     if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # not of a head that is new
         quantization_config = copy.deepcopy(quantization_config)
         skipped = quantization_config.llm_int8_skip_modules or []
@@ -649,11 +651,13 @@ def _load(path: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
     )
     architecture = (config.architectures or [""])[0]
     if architecture.endswith("ForSequenceClassification"):
-        return _copied(create_model_from_path(path, AutoModelForSequenceClassification, **init_kwargs))
+        sequence_classifier: Any = AutoModelForSequenceClassification
+        return _copied(create_model_from_path(path, sequence_classifier, **init_kwargs))
+    token_classifier: Any = AutoModelForTokenClassification
     if architecture.endswith("ForTokenClassification"):
-        return create_model_from_path(path, AutoModelForTokenClassification, **init_kwargs)
+        return create_model_from_path(path, token_classifier, **init_kwargs)
     _require_token_classifier(config)
-    value = create_model_from_path(path, AutoModelForTokenClassification, num_labels=1, **init_kwargs)
+    value = create_model_from_path(path, token_classifier, num_labels=1, **init_kwargs)
     with gathered(_head(value), write=True):
         _set_head(value, None)
     return value

@@ -239,7 +239,7 @@ def sampling_from(
     mode = "train" if trainer.model.training else "eval"
     policy = trainer.model_wrapped
     config = None if trainer.use_vllm else trainer.generation_config
-    own_temperature = None if config is None else config.temperature
+    own_temperature: Any = None if config is None else config.temperature
     is_adapter = isinstance(engine, AdapterView)
     if engine is not None and not is_adapter:
         trainer.model_wrapped = engine
@@ -264,7 +264,7 @@ def sampling_from(
 
 
 @contextlib.contextmanager
-def without_lasting_changes(trainer: GRPOTrainer, model: nn.Module) -> Iterator[None]:
+def without_lasting_changes(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
     Context in which sampling keeps the mode and precision of the model, unwrapped.
 

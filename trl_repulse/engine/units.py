@@ -119,11 +119,9 @@ class Units:
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> "Units":
         """The units of a dictionary that [`to_batch`] made."""
-        sets = {OWN: _set_of(batch, _PREFIXES[OWN])}
-        if f"{_PREFIXES[EXTRA]}{_FIELDS['ids']}" in batch:
-            sets[EXTRA] = _set_of(batch, _PREFIXES[EXTRA])
-        rest = {name: batch.get(name) for name in ("advantages", "returns", "rows")}
-        return cls(batch["prompt_ids"], batch["prompt_mask"], **sets, **rest)
+        extra = _set_of(batch, _PREFIXES[EXTRA]) if f"{_PREFIXES[EXTRA]}{_FIELDS['ids']}" in batch else None
+        credit = (batch.get(name) for name in ("advantages", "returns", "rows"))
+        return cls(batch["prompt_ids"], batch["prompt_mask"], _set_of(batch, _PREFIXES[OWN]), extra, *credit)
 
     @classmethod
     def of_rows(cls, rows: Mapping[str, Any]) -> "Units":

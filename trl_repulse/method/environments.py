@@ -27,7 +27,7 @@ _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", 
 def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
     """Refuses what writes into completions among a trainer's arguments, `given` by name, unless `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
-        if given.get(name) and args.alpha > 0:
+        if given.get(name) and (args.alpha or 0) > 0:
             raise ValueError(
                 f"`{name}` does not go with a negative term on this trainer; use `RePULSeGRPOTrainer`, or set `alpha=0`."
             )
@@ -92,12 +92,12 @@ class ProposalWorld:
 
     def __init__(self, trainer: GRPOTrainer, factory: Factory | dict[str, Factory] | None):
         self._trainer = trainer
-        self._factories = factory if isinstance(factory, dict) else {None: factory}
+        named: Any = factory if isinstance(factory, dict) else {None: factory}
+        self._factories: dict[str | None, Factory] = {} if factory is None else named
         self._pool: dict[str | None, list[Any]] = {}
-        if factory is not None:
-            for name, make in self._factories.items():
-                self._pool[name] = [make()]
-                _check_alike(self._pool[name][0], trainer._environment_pool[name][0])
+        for name, make in self._factories.items():
+            self._pool[name] = [make()]
+            _check_alike(self._pool[name][0], trainer._environment_pool[name][0])
         tools = ", ".join(tool.__name__ for tool in trainer.tools)
         logger.warning(
             "`proposal_tools=True`: what looks for the policy's worst behaviour calls these tools, again and again, with the worst "

@@ -118,8 +118,10 @@ class HotPolicy(ExtraSamplesTerm):
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
         """As [`NegativeTerm.observe`]; the choice of samplers and a constraint see the bad samples."""
         log_w, log_potential, constraint = weights.log_w, weights.log_potential, self.services.constraint
+        log_p, log_q = weights.log_p, weights.log_q
+        assert log_w is not None and log_potential is not None and log_p is not None and log_q is not None
         if shape.training:
-            self.choice.keep_finds(weights.log_p, weights.log_q, log_w - log_potential.nan_to_num(neginf=0.0))
+            self.choice.keep_finds(log_p, log_q, log_w - log_potential.nan_to_num(neginf=0.0))
         self._watch.look(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
         scored, has_bad = ~log_potential.isnan(), (log_w > -torch.inf).any(dim=1)
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
@@ -161,7 +163,8 @@ class SamplerChoice:
     def __init__(self, services: Services, temperature: float | None):
         self._services, self._temperature = services, temperature
         self._tilts = temperature is None and services.takes_bias
-        self._vocabulary = services.model.config.get_text_config().vocab_size
+        policy: Any = services.model
+        self._vocabulary = policy.config.get_text_config().vocab_size
         self.effects = TokenEffects(self._vocabulary)
         self._rewards: deque[float] = deque(maxlen=_REWARDS)
         self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m by what drew at that time

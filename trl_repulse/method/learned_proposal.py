@@ -98,7 +98,10 @@ class LearnedProposal(ExtraSamplesTerm):
         return self.services.scoring.score(model, units, shape, Wanted((EXTRA,)), gradient=gradient).log_p[EXTRA]
 
     def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
-        return scores.proposal.detach() if extra.drawn_log_p is None else extra.drawn_log_p
+        if extra.drawn_log_p is not None:
+            return extra.drawn_log_p
+        assert scores.proposal is not None  # `score` has set it
+        return scores.proposal.detach()
 
     # Weigh
 
@@ -108,6 +111,7 @@ class LearnedProposal(ExtraSamplesTerm):
         log_w = self._log_weights_of_extra(extra, scores, shape)
         returns_negative = returns = None
         if self.args.negative_loss == "reinforce":
+            assert units.returns is not None
             returns_negative = services.by_prompt(services.returns(extra, scores.of(EXTRA, extra)), size)
             returns = services.by_prompt(units.returns, shape.generations)
         coefficients = services.by_unit(self.coefficients(log_w, returns_negative, returns), extra.rewards)
@@ -120,6 +124,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return log_importance_weights(log_p, log_q, log_potential, mask)  # (P, K)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
+        assert weights.log_w is not None
         scored = ~self.services.by_prompt(units.extra_samples.rewards, shape.extra).isnan()
         self.logs.importance(PROPOSAL_FOLDER, weights.log_w, scored)
         self._watch.compare(units, weights.log_w, self._watch.look(units, scores, shape), shape)
@@ -128,8 +133,9 @@ class LearnedProposal(ExtraSamplesTerm):
         """As [`NegativeTerm.weigh_early`]; where prompts are cut apart, also what the proposal's loss needs of a whole prompt."""
         units = super().weigh_early(units, shape)
         if shape.training and not shape.whole:
-            log_q = units.extra_samples.drawn_log_p
-            units = units.with_extra(contrast=self._contrast(units, units.extra_samples.log_p, log_q, log_q, shape))
+            log_p, log_q = units.extra_samples.log_p, units.extra_samples.drawn_log_p
+            assert log_p is not None and log_q is not None  # kept when they were scored
+            units = units.with_extra(contrast=self._contrast(units, log_p, log_q, log_q, shape))
         return units
 
     # Learn
@@ -185,11 +191,12 @@ class LearnedProposal(ExtraSamplesTerm):
         self, units: Units, scores: SetScores, log_q: torch.Tensor, shape: Shape, micro_batches: int
     ) -> None:
         """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples; `log_q` is of when they were drawn."""
-        log_p = scores.of(EXTRA, units.extra_samples)
+        log_p, log_q_now = scores.of(EXTRA, units.extra_samples), scores.proposal
+        assert log_q_now is not None  # `score` has set it
         if units.extra_samples.contrast is None:
-            contrast = self._contrast(units, log_p, log_q, scores.proposal.detach(), shape)
+            contrast = self._contrast(units, log_p, log_q, log_q_now.detach(), shape)
             units = units.with_extra(contrast=contrast)
-        loss = self._loss(units, scores.proposal, log_p)
+        loss = self._loss(units, log_q_now, log_p)
         self.proposal.backward(loss / micro_batches)
         self.logs.mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
 
@@ -205,6 +212,7 @@ class LearnedProposal(ExtraSamplesTerm):
         was sampled and as it is now; detached.
         """
         args, extra, size = self.args, units.extra_samples, shape.extra
+        assert extra.weights is not None
         if args.proposal_loss == "dpg":
             return extra.weights
         by_unit = (log_q, log_p, extra.weights, extra.mask, ~extra.rewards.isnan(), log_q_now)
@@ -229,20 +237,20 @@ class LearnedProposal(ExtraSamplesTerm):
         under the proposal, with gradient, and under the sampling-time policy.
         """
         args, extra = self.args, units.extra_samples
+        weights, contrast = extra.weights, extra.contrast
+        assert weights is not None and contrast is not None
         if extra.engine_ratio is not None:
             log_q_now = scale_gradient(log_q_now, extra.engine_ratio)
         if args.proposal_loss == "dpg":
             with torch.no_grad():
                 log_p_all = self._all_log_probs(self.services.model, units)
             log_q_all = self._all_log_probs(self.proposal.engine, units)
-            return dpg_loss(log_q_all, log_p_all, extra.ids, extra.weights, extra.mask)
+            return dpg_loss(log_q_all, log_p_all, extra.ids, weights, extra.mask)
         if args.proposal_loss == "sixo":
-            return sixo_loss(log_q_now, log_p, extra.weights, extra.contrast, extra.mask)
+            return sixo_loss(log_q_now, log_p, weights, contrast, extra.mask)
         if args.proposal_loss == "vargrad":
-            return vargrad_loss(log_q_now, extra.contrast, extra.mask)
-        return log_ratio_loss(
-            log_q_now, log_p, extra.contrast, extra.mask, parameterization=args.proposal_parameterization
-        )
+            return vargrad_loss(log_q_now, contrast, extra.mask)
+        return log_ratio_loss(log_q_now, log_p, contrast, extra.mask, parameterization=args.proposal_parameterization)
 
     def _all_log_probs(self, model: torch.nn.Module, units: Units) -> torch.Tensor:
         """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""

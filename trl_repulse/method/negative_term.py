@@ -180,12 +180,14 @@ class NegativeTerm:
         log_w = torch.where(log_potential.isnan(), -torch.inf, log_potential)
         returns = None
         if self.args.negative_loss == "reinforce":
+            assert units.returns is not None
             returns = self.services.by_prompt(units.returns, shape.generations)
         own = self.coefficients(log_w, returns, returns)
         return Weights(own=self.services.by_unit(own, units.own.rewards), log_w=log_w, log_potential=log_potential)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
         """Logs what was weighed, and lets whatever adapts to it know. A collective call."""
+        assert weights.log_w is not None and weights.log_potential is not None  # `weigh` fills them in
         self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
 
     # Learn
@@ -253,6 +255,7 @@ class NegativeTerm:
         normalized_w = normalize_weights(log_w)
         if args.negative_loss == "push_down":
             return negative_coefficients(normalized_w, alpha, args.alpha_normalization)
+        assert returns_negative is not None
         baseline: Any = args.negative_baseline if log_w.size(1) > 1 else "none"  # one sample: only in evaluation
         return negative_reinforce_coefficients(
             normalized_w, returns_negative, alpha, baseline, returns, args.alpha_normalization
@@ -275,7 +278,8 @@ class ExtraSamplesTerm(NegativeTerm):
     def weigh_early(self, units: Units, shape: Shape) -> Units:
         """As [`NegativeTerm.weigh_early`]; what is scored for it is kept, since the policy changes until samples are used."""
         wanted, extra = self.wanted(units), units.extra_samples
-        sets, needed = (EXTRA, OWN), wanted.needed
+        sets: tuple[str, ...] = (EXTRA, OWN)
+        needed = wanted.needed
         if units.own.log_p is not None and wanted.sampler is None:
             sets = (EXTRA,)
         elif units.own.log_p is not None:  # only those that are scored under the sampler

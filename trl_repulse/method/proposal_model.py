@@ -182,7 +182,7 @@ def _ready(
             init_kwargs["device_map"] = None
         if model != getattr(trainer.model.config, "_name_or_path", None):
             init_kwargs.pop("revision", None)  # the policy's
-        saved = adapter_config(model)
+        saved: Any = adapter_config(model)
         if saved is None:
             model = create_model_from_path(model, **init_kwargs)
         else:

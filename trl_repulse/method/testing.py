@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ..engine.scoring import SetScores
-from ..engine.units import EXTRA, OWN, Shape, Units
+from ..engine.units import EXTRA, OWN, CompletionSet, Shape, Units
 from .negative_term import NegativeTerm, Weights
 
 
@@ -148,9 +148,15 @@ def cut_apart(units: Units, scores: SetScores, shape: Shape) -> tuple[Units, Set
     def cut(x: Any) -> Any:  # (U, n·k, ...) as (U·n, k, ...)
         return x.unflatten(1, (n, -1)).flatten(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x
 
-    sets = {name: type(x)(**{key: cut(value) for key, value in vars(x).items()}) for name, x in units.sets().items()}
-    rest = {name: cut(getattr(units, name)) for name in ("advantages", "returns", "rows")}
-    prompts = (x.repeat_interleave(n, 0) for x in (units.prompt_ids, units.prompt_mask))
-    parts = {name: {key: cut(x.detach()) for key, x in vars(scores)[name].items()} for name in ("log_p", "by_sampler")}
-    cut_scores = replace(scores, entropy=None, proposal=cut(scores.proposal), **parts)
-    return Units(*prompts, **sets, **rest), cut_scores, replace(shape, unit=1, whole=False, early=True)
+    def cut_set(samples: CompletionSet) -> CompletionSet:
+        return replace(samples, **{key: cut(value) for key, value in vars(samples).items()})
+
+    extra = None if units.extra is None else cut_set(units.extra)
+    credit = (cut(x) for x in (units.advantages, units.returns, units.rows))
+    prompt_ids, prompt_mask = (x.repeat_interleave(n, 0) for x in (units.prompt_ids, units.prompt_mask))
+    log_p, by_sampler = (
+        {key: cut(x.detach()) for key, x in of_sets.items()} for of_sets in (scores.log_p, scores.by_sampler)
+    )
+    cut_scores = SetScores(log_p, None, scores.aux_loss, by_sampler, cut(scores.proposal))
+    cut_units = Units(prompt_ids, prompt_mask, cut_set(units.own), extra, *credit)
+    return cut_units, cut_scores, replace(shape, unit=1, whole=False, early=True)

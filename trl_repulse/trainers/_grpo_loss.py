@@ -91,6 +91,7 @@ class GRPOLossTrainer(BaseTrainer):
     def _engine_ratios(self, units: Units) -> torch.Tensor:
         """TRL's correction of what the engine drew otherwise than its model, for extra samples: (B, m, T) or (B, m, 1)."""
         extra = units.extra_samples
+        assert extra.drawn_log_p is not None and extra.engine_log_p is not None
         ratio = engine_ratios(
             extra.drawn_log_p,
             extra.engine_log_p,
@@ -118,16 +119,23 @@ class GRPOLossTrainer(BaseTrainer):
         finally:
             self._units = None
 
-        pushed, rows = 0.0, len(inputs["completion_mask"])
-        clipping = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
+        rows, scores = len(inputs["completion_mask"]), self._set_scores
+        pushed: torch.Tensor | float = 0.0
+        assert scores is not None  # of the pass that TRL has asked for
         for name, samples in units.sets().items():
             if samples.coefficients is not None:
-                log_p, old_log_p = self._set_scores.log_p[name], None if self._on_policy else samples.log_p
+                log_p, old_log_p = scores.log_p[name], None if self._on_policy else samples.log_p
                 if samples.engine_ratio is not None:  # each token's gradient is multiplied, as in TRL
                     log_p = scale_gradient(log_p, samples.engine_ratio)
-                weighted = (log_p, samples.mask, samples.coefficients)
-                reduction = self.args.logprob_reduction
-                pushed = pushed + policy_gradient_loss(*weighted, reduction=reduction, old_log_p=old_log_p, **clipping)
+                pushed = pushed + policy_gradient_loss(
+                    log_p,
+                    samples.mask,
+                    samples.coefficients,
+                    reduction=self.args.logprob_reduction,
+                    old_log_p=old_log_p,
+                    epsilon_low=self.epsilon_low,
+                    epsilon_high=self.epsilon_high,
+                )
         self._set_scores = None
         if self.model.training:
             return loss + pushed / self.current_gradient_accumulation_steps
@@ -152,9 +160,10 @@ class GRPOLossTrainer(BaseTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options
             )
-        if self._units is not None:
+        if self._units is not None and self._negative is not None:
             scores = self._scoring.score(model, self._units, self.shape, self._negative.wanted(self._units))
             self._set_scores = scores  # (B, 1, T) and (B, m, T)
+            assert scores.entropy is not None
             log_p = scores.log_p[OWN].squeeze(1)
             self._scored_log_p = log_p.detach()
             return log_p, scores.entropy.squeeze(1), scores.aux_loss

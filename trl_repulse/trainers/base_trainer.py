@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
@@ -130,7 +130,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Datasets = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+Datasets: TypeAlias = (
+    Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
+)
 
 
 @dataclass
@@ -189,6 +191,24 @@ class BaseTrainer(GRPOTrainer):
     args: Any
     model: Any
     accelerator: Any
+    state: Any
+    train_dataset: Any
+    ref_model: Any
+    beta: Any
+    reward_funcs: Any
+    processing_class: Any
+    data_collator: Any
+    vllm_generation: Any
+    pad_to_multiple_of: Any
+    num_generations: Any
+    num_generations_eval: Any
+    max_completion_length: Any
+    chat_template_kwargs: Any
+    hub_model_id: Any
+    loss_is_scaled_for_ga: Any
+    _config_cls: Any
+    _metrics: Any
+    _buffered_inputs: Any
     # Markdown that the model card shows under "Measured"; set by evaluation callbacks
     tail_report: str | None = None
     # Numbers by name, for the card's metadata (`model-index`); set by evaluation callbacks
@@ -209,7 +229,11 @@ class BaseTrainer(GRPOTrainer):
     constraint: Constraint | None = None  # on the rate of bad outputs
     proposal: SecondModel | None = None
     _negative: NegativeTerm | None = None
-    _scoring: Scoring | None = None
+    # What steps are made of
+    _logs_of_run: Logs
+    _tables: Tables
+    _drawing: Drawing
+    _scoring: Scoring
     _conversation: list[dict[str, Any]] | None = None  # the latest prompt as the chat template got it
     _fitting_prompts: tuple[float, float] = (0, 0)  # as `data._checks.fitting_prompts` gives, once a batch was checked
     _has_begun = False  # whether the negative data in the folder are this run's
@@ -365,7 +389,7 @@ class BaseTrainer(GRPOTrainer):
     @property
     def _guard(self) -> Guard:
         """What keeps sampling and scoring right for all models."""
-        return Scoring.guard if self._scoring is None else self._scoring.guard
+        return vars(self).get("_scoring", Scoring).guard  # the default until `_scoring` is made
 
     @_guard.setter
     def _guard(self, guard: Guard) -> None:
@@ -484,6 +508,7 @@ class BaseTrainer(GRPOTrainer):
         """Σ_t (log p − log p_0) of each completion, `(U, n)`, nats; zeros without a KL penalty."""
         if self.beta == 0.0:
             return torch.zeros_like(samples.rewards)
+        assert log_p is not None and samples.ref_log_p is not None
         return sequence_log_prob(log_p, samples.mask) - samples.ref_log_p
 
     def _returns(self, samples: CompletionSet, log_p: torch.Tensor | None) -> torch.Tensor:
@@ -578,7 +603,7 @@ class BaseTrainer(GRPOTrainer):
         sampled = self.model_wrapped
         if sampled is not self.model or hasattr(sampled, "_orig_mod"):  # accelerate takes 2 ms to find nothing
             sampled = self.accelerator.unwrap_model(sampled, keep_torch_compile=False)
-        once = contextlib.nullcontext()
+        once: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         together = self._scoring.passes_together
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
@@ -711,7 +736,7 @@ class BaseTrainer(GRPOTrainer):
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
         with self._logs_of_run.counting(dataloader, self.num_generations_eval) as evaluation:
-            output = super().evaluation_loop(
+            output: Any = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         if evaluation.losses:  # transformers (5.23) counts prompts in the last batch, though its rows are completions
@@ -837,8 +862,8 @@ class BaseTrainer(GRPOTrainer):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
         checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
-        is_adapter = isinstance(self.proposal, SecondAdapter)
-        with self.proposal.module.frozen() if is_adapter else contextlib.nullcontext():
+        proposal = self.proposal
+        with proposal.module.frozen() if isinstance(proposal, SecondAdapter) else contextlib.nullcontext():
             begin_checkpoint(self, checkpoint)
             if not self.args.save_only_model:
                 for folder, second in self.second_models.items():  # `save_model` writes the weights
@@ -864,7 +889,7 @@ class BaseTrainer(GRPOTrainer):
     def _engine_fits(
         self,
         args: Any,
-        model: "str | PreTrainedModel | PeftModel",
+        model: Any,
         adapters: list["PeftConfig | None"],
     ) -> Iterator[None]:
         """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
@@ -922,7 +947,7 @@ class BaseTrainer(GRPOTrainer):
         if not _internal_call and not self.args.push_to_hub and Path(output_dir or own).resolve() == own:
             self.create_model_card(own.name)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
             amend_model_card(self)

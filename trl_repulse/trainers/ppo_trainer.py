@@ -192,13 +192,13 @@ class PPOTrainer(GRPOLossTrainer):
         log_p = log_ref = torch.zeros_like(mask, dtype=torch.float32)
         if self.beta != 0.0:
             log_ref = batch["ref_per_token_logps"]
-            log_p = batch.get("old_per_token_logps")
-            if log_p is None:
-                log_p = self._sampling_log_probs(batch)
+            kept = batch.get("old_per_token_logps")
+            log_p = self._sampling_log_probs(batch) if kept is None else kept
 
         # Token rewards: the KL penalty at each token, the reward at the last
-        rows = [x.unsqueeze(1) for x in (log_p, log_ref, self._transform(rewards))]
-        token_rewards = kl_token_rewards(*rows, self.beta, mask.unsqueeze(1)).squeeze(1)  # (B, T)
+        rows = (log_p, log_ref, self._transform(rewards), mask)
+        of_policy, of_reference, aims, taken = (x.unsqueeze(1) for x in rows)
+        token_rewards = kl_token_rewards(of_policy, of_reference, aims, self.beta, taken).squeeze(1)  # (B, T)
         values = self._sampling_values(batch)
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
@@ -269,8 +269,8 @@ class PPOTrainer(GRPOLossTrainer):
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
             values = self._values(engine, input_ids, attention_mask, width)
-            targets = (inputs[name] for name in ("old_values", "returns", "credit_mask"))
-            loss, clipped = value_loss(values, *targets, self.args.value_clip, denominator)
+            before, targets, mask = inputs["old_values"], inputs["returns"], inputs["credit_mask"]
+            loss, clipped = value_loss(values, before, targets, mask, self.args.value_clip, denominator)
             if learn:
                 self.value.backward(loss / self.current_gradient_accumulation_steps)
         self._log_share(f"{VALUE_FOLDER}/loss", loss, inputs)

@@ -127,6 +127,7 @@ class ReinforceTrainer(BaseTrainer):
         limits = self.args.reward_clip_range
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self.args.charges_bad:
+            assert self.constraint is not None  # whose multiplier is the charge
             bad = is_bad(rewards, self.args.bad_reward_threshold)
             transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)
         return transformed
@@ -179,6 +180,7 @@ class ReinforceTrainer(BaseTrainer):
         samples = (to_prompts(accelerator, x, generations) for x in (own.ids, own.mask, own.rewards))
         self._logs_of_run.distinct(*samples)
         self._log_returns(own.rewards, kl, own.mask.sum(), kl.nansum())
+        assert units.rows is not None
         self._tables.record_advantages(units.rows, advantages, self._local_batch_rows)
         return replace(units, advantages=advantages, returns=returns)
 
@@ -201,20 +203,23 @@ class ReinforceTrainer(BaseTrainer):
     def _loss(self, units: Units, scores: SetScores) -> torch.Tensor:
         """[`~trl_repulse.math.losses.repulse_loss`] of the samples that have weights."""
         own, extra, advantages = units.own, units.extra, units.advantages
+        assert advantages is not None
         if own.coefficients is not None:
             advantages = advantages + own.coefficients
-        samples = [WeightedSamples(scores.log_p[OWN], own.mask, advantages, own.log_p)]
+        samples = WeightedSamples(scores.log_p[OWN], own.mask, advantages, own.log_p)
+        negative = None
         if extra is not None and extra.coefficients is not None:
             old_log_p = None if self._on_policy else extra.log_p
-            samples.append(WeightedSamples(scores.log_p[EXTRA], extra.mask, extra.coefficients, old_log_p))
-        clipping = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return repulse_loss(*samples, reduction=self.args.logprob_reduction, **clipping)
+            negative = WeightedSamples(scores.log_p[EXTRA], extra.mask, extra.coefficients, old_log_p)
+        return repulse_loss(samples, negative, self.args.logprob_reduction, self.epsilon_low, self.epsilon_high)
 
     def _finish(self, loss: torch.Tensor, units: Units, scores: SetScores) -> torch.Tensor:
         """The loss over the samples that count, with a router's loss; logs the entropy."""
         logs, mask = self._logs_of_run, units.own.mask
         loss = logs.mean_of_real(loss, mask.shape[:2].numel())
+        assert scores.entropy is not None
         if self.aux_loss_enabled:
+            assert scores.aux_loss is not None
             loss = loss + self.router_aux_loss_coef * scores.aux_loss
             logs.record({"aux_loss": mean}, logs.gathered(Moments.alike(scores.aux_loss.item(), logs.loss_count)))
         logs.token_mean("entropy", (scores.entropy * mask).sum(), mask.sum())

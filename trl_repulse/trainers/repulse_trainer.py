@@ -9,6 +9,7 @@ from ..configs import RePULSeConfig
 from ..engine.resume import RESUME_STATE
 from ..engine.scoring import SetScores
 from ..engine.units import Shape, Units
+from ..method.negative_term import NegativeTerm
 from .base_trainer import SecondModelArguments
 from .reinforce_trainer import ReinforceTrainer
 
@@ -110,18 +111,18 @@ class RePULSeTrainer(ReinforceTrainer):
         units, shape = Units.of(inputs), self.shape
         scores = self._scoring.score(model, units, shape, negative.wanted(units))  # Step 2: score
         scores = negative.score(units, scores, shape)
-        units = self._weigh(units, scores, shape)  # Step 3: weigh
+        units = self._weigh(negative, units, scores, shape)  # Step 3: weigh
         loss = self._loss(units, scores)  # Step 4: the policy's loss
         negative.learn(units, scores, shape)  # Step 5: a proposal learns
         return self._finish(loss, units, scores)
 
-    def _weigh(self, units: Units, scores: SetScores, shape: Shape) -> Units:
+    def _weigh(self, negative: NegativeTerm, units: Units, scores: SetScores, shape: Shape) -> Units:
         """Units with advantages and weights, unless these were computed as the samples were drawn."""
         self._compare_engine(units, scores)
         if units.advantages is None:
             units = self._credit(units, scores, shape)
-        if not self._negative.is_weighed(units):
-            weights = self._negative.weigh(units, scores, shape)
-            self._negative.observe(units, scores, weights, shape)
+        if not negative.is_weighed(units):
+            weights = negative.weigh(units, scores, shape)
+            negative.observe(units, scores, weights, shape)
             units = weights.added_to(units)
         return units
