@@ -15,7 +15,7 @@ from step_cost import ON_ACCELERATOR, SHAPES, on_what
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from trl_repulse.generation._cache import growing_cache, to_generate, with_cache
+from trl_repulse.generation.drawing import growing_cache, to_generate, with_cache
 
 
 DEVICE = torch.accelerator.current_accelerator() if ON_ACCELERATOR else torch.device("cpu")

@@ -45,7 +45,7 @@ from trl_repulse.evaluation.rare.pilot import (
     raised_tokens,
 )
 from trl_repulse.evaluation.rare.sampling import Draws, completion_logits, draw
-from trl_repulse.math.token_effects import TILTS
+from trl_repulse.math.importance import TILTS
 
 
 POLICY, REFERENCE = "policy", "reference"

@@ -23,7 +23,7 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trl_repulse.models._layout import Layout
+from trl_repulse.engine.scoring import Layout
 
 
 LAYERS = {

@@ -1,14 +1,15 @@
 """Losses on whole groups, each in one call, as the paper and the golden values have them. Trainers make coefficients first."""
 
-from trl_repulse.math.losses import (
+from trl_repulse.math.objective import (
     WeightedSamples,
+    compute_advantages,
+    kl_token_rewards,
     negative_coefficients,
     negative_reinforce_coefficients,
     policy_gradient_loss,
     repulse_loss,
 )
 from trl_repulse.math.proposal_losses import ctl_coefficients, log_ratio_loss
-from trl_repulse.math.returns import compute_advantages, kl_token_rewards
 
 
 def reinforce_loss(log_p, mask, returns, baseline="leave_one_out", constant=0.0, reduction="mean"):

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 
-from trl_repulse.generation._cache import with_cache
+from trl_repulse.generation.drawing import with_cache
 
 from .worlds import WORLDS
 

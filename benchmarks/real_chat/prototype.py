@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_repulse.generation._cache import with_cache
+from trl_repulse.generation.drawing import with_cache
 
 from .judge import reward
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trl_repulse.generation._cache import growing_cache, with_cache
+from trl_repulse.generation.drawing import growing_cache, with_cache
 
 
 @dataclass(frozen=True)

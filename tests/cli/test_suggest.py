@@ -32,7 +32,7 @@ from trl_repulse.cli.suggest import (
     plan,
     suggest_settings,
 )
-from trl_repulse.generation._samplers import POLICY
+from trl_repulse.generation.drawing import POLICY
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import build_tokenizer as build_reward_tokenizer

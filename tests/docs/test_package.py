@@ -20,7 +20,7 @@ PACKAGE = ROOT / "trl_repulse"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PURE = [
     *(f"math/{name}.py" for name in ("importance", "losses", "ppo", "proposal_losses", "returns")),
-    "rewards/transforms.py",
+    "math/objective.py",
     "_numbers.py",
 ]
 EXTRAS = {

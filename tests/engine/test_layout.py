@@ -7,9 +7,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from benchmarks.architectures import build
 from trl_repulse.engine import trl_bridge as bridge
-from trl_repulse.engine.scoring import prepare_scoring, token_log_probs
-from trl_repulse.generation._samplers import Sampler
-from trl_repulse.models._layout import Layout, longest_row
+from trl_repulse.engine.scoring import Layout, longest_row, prepare_scoring, token_log_probs
+from trl_repulse.generation.drawing import Sampler
 
 from ..conftest import DEVICE, USE_CPU, build_accelerator
 

@@ -22,8 +22,8 @@ from benchmarks.architectures import build
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.engine import preparation as _set_up
 from trl_repulse.engine.preparation import as_trained, check_noise
+from trl_repulse.engine.scoring import Layout
 from trl_repulse.generation._probe import Guard, probe
-from trl_repulse.models._layout import Layout
 from trl_repulse.models._model_checks import check_causal
 
 from ..conftest import build_model, build_tokenizer

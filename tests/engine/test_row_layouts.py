@@ -8,9 +8,8 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine.scoring import CompletionSets, Scoring, by_prompt
+from trl_repulse.engine.scoring import CompletionSets, Layout, Scoring, by_prompt
 from trl_repulse.engine.units import CompletionSet
-from trl_repulse.models._layout import Layout
 from trl_repulse.trainers import base_trainer
 
 from .test_shared_prompts import assert_the_same

@@ -21,8 +21,7 @@ from trl_repulse import (
 from trl_repulse.engine import preparation as _set_up
 from trl_repulse.engine.scoring import Wanted
 from trl_repulse.engine.units import EXTRA, OWN, Units
-from trl_repulse.generation._cache import prompts_read_once
-from trl_repulse.generation._samplers import Sampler
+from trl_repulse.generation.drawing import Sampler, prompts_read_once
 
 from ..conftest import USE_CPU, build_model, build_tokenizer
 from ..distributed_support import with_fp16_on_cpu

@@ -12,9 +12,8 @@ from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
 from trl_repulse.engine import trl_bridge as bridge
-from trl_repulse.engine.scoring import prepare_scoring, sampler_log_probs, takes_bias, token_log_probs
-from trl_repulse.generation._samplers import Sampler
-from trl_repulse.models._layout import Layout
+from trl_repulse.engine.scoring import Layout, prepare_scoring, sampler_log_probs, takes_bias, token_log_probs
+from trl_repulse.generation.drawing import Sampler
 
 from ..conftest import DEVICE, build_accelerator, build_model
 

@@ -19,7 +19,7 @@ from trl_repulse.evaluation.preferences import RewardedCompletion, _sides
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.report import estimates
-from trl_repulse.rewards.transforms import indicator_log_potential, indicator_transform
+from trl_repulse.math.objective import indicator_log_potential, indicator_transform
 
 
 OTHERS = [9.0] * 15

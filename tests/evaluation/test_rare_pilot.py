@@ -21,7 +21,7 @@ from trl_repulse.evaluation.rare.pilot import (
     tail,
 )
 from trl_repulse.evaluation.rare.sampling import completion_logits, draw
-from trl_repulse.math.token_effects import TILTS
+from trl_repulse.math.importance import TILTS
 
 from ..conftest import build_model
 from ..distributed_support import launcher, run_forked

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 
 from examples.worlds import exact_tracking
 from examples.worlds.exact_tracking import train
-from trl_repulse.models._layout import Layout
+from trl_repulse.engine.scoring import Layout
 
 from ..reward_models import build_tokenizer, save_causal_model, save_model
 from .test_experiments import COMMANDS, CONFIGS, SCRIPTS, TOY_BAD

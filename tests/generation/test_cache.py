@@ -6,7 +6,7 @@ from transformers import set_seed
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.architectures import build
-from trl_repulse.generation._cache import _NAMES, GrowingLayer, growing_cache, prompts_read_once, with_cache
+from trl_repulse.generation.drawing import _NAMES, GrowingLayer, growing_cache, prompts_read_once, with_cache
 
 from ..conftest import DEVICE
 

@@ -11,7 +11,7 @@ from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine.sampling import Drawing
+from trl_repulse.engine.units import Drawing
 from trl_repulse.generation import _engine
 from trl_repulse.trainers import _grpo_loss as _rows
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from trl_repulse.generation import _samplers
-from trl_repulse.generation._samplers import InverseTransform, Sampler, drawn_by_inversion, rows_drawn_by
+from trl_repulse.generation import drawing as _samplers
+from trl_repulse.generation.drawing import InverseTransform, Sampler, drawn_by_inversion, rows_drawn_by
 
 from ..conftest import build_model
 

@@ -27,13 +27,12 @@ from transformers import (
 from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_prompt_lengths
-from trl_repulse.engine.scoring import Wanted, token_log_probs
+from trl_repulse.engine.scoring import Layout, Wanted, token_log_probs
 from trl_repulse.engine.units import EXTRA, OWN, Units
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, Passes, holds, probe
-from trl_repulse.models._layout import Layout
 
 from ..conftest import build_model, build_tokenizer
 

@@ -22,7 +22,7 @@ from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import VLLMGenerator
-from trl_repulse.generation._samplers import Sampler
+from trl_repulse.generation.drawing import Sampler
 
 from ..conftest import BAD, word_reward
 from ..distributed_support import free_port, launcher, run

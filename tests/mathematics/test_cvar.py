@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.math.losses import policy_gradient_loss
-from trl_repulse.math.returns import compute_advantages, cvar_rewards, cvar_schedule
+from trl_repulse.math.objective import compute_advantages, cvar_rewards, cvar_schedule, policy_gradient_loss
 
 from .test_exact import World, finite_differences, gradient, relative_error
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import log_importance_weights, log_z_estimate, normalize_weights
-from trl_repulse.math.losses import negative_coefficients, policy_gradient_loss
+from trl_repulse.math.objective import negative_coefficients, policy_gradient_loss, tilted_log_potential
 from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
-from trl_repulse.rewards.transforms import tilted_log_potential
 
 from ..whole_losses import ctl_loss, eq_4, negative_loss, reinforce_loss
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import distinct_share, log_importance_weights, log_mixture_weights, normalize_weights
-from trl_repulse.rewards.transforms import tilted_log_potential
+from trl_repulse.math.objective import tilted_log_potential
 
 from .test_exact import (
     BETA,

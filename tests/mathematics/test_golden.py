@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import log_importance_weights, normalize_weights
-from trl_repulse.math.losses import negative_reinforce_coefficients, policy_gradient_loss
-from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
-from trl_repulse.math.returns import kl_token_rewards
-from trl_repulse.rewards.transforms import (
+from trl_repulse.math.objective import (
     class_log_potential,
     exponential_transform,
     indicator_log_potential,
     indicator_transform,
+    kl_token_rewards,
+    negative_reinforce_coefficients,
+    policy_gradient_loss,
 )
+from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
 
 from ..whole_losses import ctl_loss, eq_4, kl_penalized_returns, reinforce_loss
 

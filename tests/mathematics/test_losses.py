@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import normalize_weights, reduce_log_probs
-from trl_repulse.math.losses import negative_coefficients, negative_reinforce_coefficients, policy_gradient_loss
+from trl_repulse.math.objective import (
+    compute_advantages,
+    kl_token_rewards,
+    negative_coefficients,
+    negative_reinforce_coefficients,
+    policy_gradient_loss,
+)
 from trl_repulse.math.proposal_losses import (
     ctl_coefficients,
     dpg_loss,
@@ -14,7 +20,6 @@ from trl_repulse.math.proposal_losses import (
     sixo_loss,
     sixo_negative_weights,
 )
-from trl_repulse.math.returns import compute_advantages, kl_token_rewards
 
 from ..whole_losses import ctl_loss, eq_4, kl_penalized_returns, negative_loss, negative_reinforce_loss, reinforce_loss
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from trl_repulse.math.returns import compute_advantages
+from trl_repulse.math.objective import compute_advantages
 
 
 INF, NAN = math.inf, math.nan

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.engine import diagnosis
 from trl_repulse.math.importance import distinct_share, rank_among
-from trl_repulse.method import collapse as _collapse
+from trl_repulse.method import negative_term as _collapse
 from trl_repulse.trainers import base_trainer as _pooling
 
 from ..conftest import BAD

@@ -9,9 +9,9 @@ import torch
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.engine.logs import Logs
+from trl_repulse.math.objective import dual_step
 from trl_repulse.method import constraint as _constraint
 from trl_repulse.method.constraint import Constraint
-from trl_repulse.rewards.transforms import dual_step
 
 from ..conftest import same_parameters
 from ..trainers.test_trainer_math import RecordedReinforce, RecordedRePULSe, run  # noqa: F401

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine.sampling import Drawing
 from trl_repulse.engine.scoring import BySampler, Scoring, Wanted
+from trl_repulse.engine.units import Drawing
 from trl_repulse.math.importance import log_mixture_weights
 from trl_repulse.method.hot_policy import HotPolicy
 

@@ -29,7 +29,7 @@ class WorstAgain(ExtraSamplesTerm):
         self.logs.mean("negative/worst", rewards.min(dim=1).values)
 
     def source(self, shape):
-        from trl_repulse.engine.sampling import Source
+        from trl_repulse.engine.units import Source
 
         return Source()
 

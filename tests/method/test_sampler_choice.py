@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trl_repulse.engine.units import CompletionSet
-from trl_repulse.generation._samplers import POLICY, Sampler
-from trl_repulse.math.token_effects import TILTS, TokenEffects
+from trl_repulse.generation.drawing import POLICY, Sampler
+from trl_repulse.math.importance import TILTS, TokenEffects
 from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.method.hot_policy import TEMPERATURES
 

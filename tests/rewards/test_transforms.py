@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.rewards.transforms import (
+from trl_repulse.math.objective import (
     class_log_potential,
     exponential_transform,
     geometric_schedule,

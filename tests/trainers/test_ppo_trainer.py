@@ -21,9 +21,8 @@ from transformers import (
 
 from examples.worlds import two_tokens
 from trl_repulse import PPOConfig, PPOTrainer
-from trl_repulse.engine.scoring import prepare_scoring
+from trl_repulse.engine.scoring import Layout, prepare_scoring
 from trl_repulse.engine.second_model import build_value_model, check_value_model, token_values
-from trl_repulse.models._layout import Layout
 
 from ..conftest import DEVICE, USE_CPU, build_accelerator, build_model, same_parameters
 from ..recorded import build_reward_model

@@ -240,7 +240,7 @@ class _Policy:
 
         from ..data._texts import completion_texts
         from ..evaluation._generation import transformers_engine
-        from ..generation._samplers import rows_drawn_by
+        from ..generation.drawing import rows_drawn_by
 
         rows, sizes = [self.ids[place] for place in places], (self.args.max_completion_length, self.args.batch_size)
         with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
@@ -270,7 +270,7 @@ class _Policy:
 def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]) -> Measured:
     """Draws, rewards and scores samples of the policy, and extra ones."""
     from ..evaluation._generation import end_tokens
-    from ..generation._samplers import POLICY
+    from ..generation.drawing import POLICY
 
     completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
     chosen = prompts.shuffle(seed=args.seed).select(range(min(len(prompts), args.num_samples // completions)))
@@ -318,7 +318,7 @@ def _gain(
     import torch
 
     from ..evaluation.rare.pilot import raised_by
-    from ..generation._samplers import Sampler
+    from ..generation.drawing import Sampler
 
     finite = rewards[np.isfinite(rewards)]
     if finite.size < 2 or finite.min() == finite.max():

@@ -167,6 +167,9 @@ def weighted(name: str, value: float, count: float) -> Pooled:
 
 _CONSTANT = 10  # batches of equal rewards after which a function is warned of
 NEGATIVES = "negatives.jsonl"
+# Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
+PROPOSAL_FOLDER = "proposal"
+VALUE_FOLDER = "value"
 
 
 @dataclass

@@ -20,7 +20,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from .._rules_of_thumb import learning_rate_for
 from ..data._checks import check_rows
-from ..generation._batches import padding_token, without_generation_defaults
 from ..generation._probe import (
     Guard,
     describe,
@@ -30,11 +29,11 @@ from ..generation._probe import (
     reads_rows_alike,
     shares_prompts,
 )
+from ..generation.drawing import padding_token, without_generation_defaults
 from ..models._adapters import AdapterView, base_of, takes, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
-from ..models._layout import MASKED, Layout, longest_row
 from ..models._model_checks import vocab_size
-from .scoring import backbone_of
+from .scoring import MASKED, Layout, backbone_of, longest_row
 from .trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing, get_config_model_id, pad
 
 

@@ -46,8 +46,9 @@ from ..models._deepspeed import (
     whole_state_dict,
     zero_stage,
 )
-from ..models._layout import Layout
 from ..models._model_checks import check_vocabulary_size, reads_ahead
+from .logs import PROPOSAL_FOLDER, VALUE_FOLDER
+from .scoring import Layout
 from .trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
 
 
@@ -60,9 +61,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-# Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
-PROPOSAL_FOLDER = "proposal"
-VALUE_FOLDER = "value"
 _NAMES = {PROPOSAL_FOLDER: "proposal", VALUE_FOLDER: "value model"}
 REFERENCE = "reference.safetensors"  # file of a moving reference inside a checkpoint
 POLICY_ADAPTER = "default"  # the trainer's own adapter has PEFT's name for the first one

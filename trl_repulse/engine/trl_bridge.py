@@ -45,7 +45,7 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-from ..generation._samplers import POLICY, Sampler, rows_drawn_by
+from ..generation.drawing import POLICY, Sampler, rows_drawn_by
 from ..models._adapters import AdapterView, trainable_kept
 from ..models._deepspeed import gathered
 

@@ -20,9 +20,9 @@ from transformers.utils import logging
 from ..data._prompts import check_template_variables, render
 from ..engine.reward_functions import with_checks
 from ..engine.trl_bridge import is_async_callable
-from ..generation._batches import end_tokens, until_end
 from ..generation._probe import Guard, probe
 from ..generation.completions import tokenize
+from ..generation.drawing import end_tokens, until_end
 from ..generation.transformers_generator import draw
 from ..models._adapters import in_mode
 from ..models._loading import load_model, load_tokenizer

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
-from ..generation._batches import end_tokens
+from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens

@@ -19,9 +19,8 @@ from ..data._checks import check_prompt_lengths
 from ..data._prompts import prompt_fault
 from ..data._tables import read_json_lines
 from ..data._texts import completion_tokens
-from ..generation._batches import batches, padded_outputs
 from ..generation._probe import probe
-from ..generation._samplers import POLICY, Sampler
+from ..generation.drawing import POLICY, Sampler, batches, padded_outputs
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._generation import prompt_text, prompt_tokens
@@ -54,7 +53,7 @@ def completion_log_probs(
         batch_size (`int`, *optional*, defaults to `32`):
             Completions per pass; each takes 12·T·V bytes beside the model and its activations.
         progress (`bool`, *optional*, defaults to `False`): Whether to show a progress bar.
-        sampler ([`~trl_repulse.generation._samplers.Sampler`], *optional*): What drew, if not the model as it is.
+        sampler ([`~trl_repulse.generation.drawing.Sampler`], *optional*): What drew, if not the model as it is.
 
     Returns:
         `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU: log-probabilities, and sums of the

@@ -24,9 +24,9 @@ from ..configs._checks import check_choices, check_transform, require, require_a
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
+from ..math.objective import transform_rewards
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
-from ..rewards.transforms import transform_rewards
 from . import records
 from ._generation import (
     EngineName,

@@ -20,7 +20,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.import_utils import is_vllm_available
 
-from ._samplers import POLICY, Sampler
+from .drawing import POLICY, Sampler
 
 
 if TYPE_CHECKING:

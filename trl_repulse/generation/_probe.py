@@ -19,8 +19,7 @@ from transformers.utils import logging
 
 from ..models._adapters import base_of, undisturbed
 from ..models._model_checks import vocab_size
-from ._batches import padded_outputs, without_generation_defaults
-from ._cache import prompts_read_once
+from .drawing import padded_outputs, prompts_read_once, without_generation_defaults
 
 
 logger = logging.get_logger(__name__)
@@ -124,7 +123,7 @@ def probe_values(model: nn.Module) -> Guard:
 
 def reads_prompts_once(model: nn.Module, training: bool, generation_config: GenerationConfig) -> bool:
     """Whether `generate` draws from the model's distribution within
-    [`~trl_repulse.generation._cache.prompts_read_once`]. `False` with another kind of cache, none, or more rows than
+    [`~trl_repulse.generation.drawing.prompts_read_once`]. `False` with another kind of cache, none, or more rows than
     prompts, and if a pass fails."""
     multiplied = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) > 1
     if generation_config.cache_implementation is not None or generation_config.use_cache is False or multiplied:

@@ -9,10 +9,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..data._prompts import check_conversations
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
-from ._batches import batches, end_tokens, padding_token, until_end, without_generation_defaults
 from ._probe import Guard, probe
-from ._samplers import drawn_by_inversion
 from .completions import Completion, group_completions, tokenize
+from .drawing import batches, drawn_by_inversion, end_tokens, padding_token, until_end, without_generation_defaults
 
 
 def draw(

@@ -20,9 +20,8 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data._prompts import check_conversations
-from ._batches import end_tokens
-from ._samplers import POLICY, Sampler
 from .completions import Completion, check_one_family, group_completions, tokenize
+from .drawing import POLICY, Sampler, end_tokens
 
 
 if TYPE_CHECKING:

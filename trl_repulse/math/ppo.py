@@ -5,7 +5,7 @@ token rewards from t on, given the prompt and the completion's tokens before t. 
 policy's (padding, the output of tools), which are skipped. Everything but [`value_loss`] is detached.
 
 TRL's GRPO has the clipped surrogate of the policy, for advantages of shape (B, T). Token rewards come from
-[`~trl_repulse.math.returns.kl_token_rewards`].
+[`~trl_repulse.math.objective.kl_token_rewards`].
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..engine.logs import Logs, Moments, mean
-from ..rewards.transforms import dual_step
+from ..math.objective import dual_step
 
 
 logger = get_logger(__name__)

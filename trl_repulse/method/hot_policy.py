@@ -15,14 +15,19 @@ from accelerate.utils import gather_object
 
 from .._numbers import is_bad
 from .._rules_of_thumb import bad_threshold_for
-from ..engine.sampling import Source
 from ..engine.scoring import SetScores, Wanted
-from ..engine.units import EXTRA, OWN, CompletionSet, Shape, Units
-from ..generation._samplers import POLICY, Sampler
-from ..math.importance import log_mixture_weights, normalize_weights, sequence_log_prob
-from ..math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
-from .collapse import CollapseWatch
-from .negative_term import ExtraSamplesTerm, Services, Weights
+from ..engine.units import EXTRA, OWN, CompletionSet, Shape, Source, Units
+from ..generation.drawing import POLICY, Sampler
+from ..math.importance import (
+    TILTS,
+    TokenEffects,
+    deviations_of,
+    log_mixture_weights,
+    normalize_weights,
+    reward_scale,
+    sequence_log_prob,
+)
+from .negative_term import CollapseWatch, ExtraSamplesTerm, Services, Weights
 
 
 logger = get_logger(__name__)

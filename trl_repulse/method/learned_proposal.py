@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..engine.sampling import Source
 from ..engine.scoring import SetScores, Wanted
 from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
-from ..engine.units import EXTRA, CompletionSet, Shape, Units
+from ..engine.units import EXTRA, CompletionSet, Shape, Source, Units
 from ..math.importance import log_importance_weights, normalize_weights
-from ..math.losses import scale_gradient
+from ..math.objective import scale_gradient
 from ..math.proposal_losses import (
     ctl_coefficients,
     dpg_loss,
@@ -26,8 +25,7 @@ from ..math.proposal_losses import (
     vargrad_loss,
     vargrad_targets,
 )
-from .collapse import CollapseWatch
-from .negative_term import ExtraSamplesTerm, Services, Weights
+from .negative_term import CollapseWatch, ExtraSamplesTerm, Services, Weights
 
 
 class _UpdateAfterPolicy(TrainerCallback):

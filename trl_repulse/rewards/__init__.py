@@ -1,7 +1,7 @@
 """
 Rewards from models, servers and files, and reward transforms.
 
-Names are imported on first use, so that `trl_repulse.rewards.transforms` needs torch alone.
+Names are imported on first use, so that `trl_repulse.math.objective` needs torch alone.
 """
 
 from typing import TYPE_CHECKING

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from ..configs._checks import check_choices, check_transform
+from ..math.objective import transform_rewards
 from ._texts import is_async, read_rewards
-from .transforms import transform_rewards
 
 
 @dataclass(eq=False, repr=False)
@@ -50,7 +50,7 @@ class TransformedReward:
         if is_async(reward):
             raise ValueError(
                 f"A reward transform needs a function that returns its rewards, and {reward!r:.60} is asynchronous; transform "
-                "inside it with `trl_repulse.rewards.transforms`."
+                "inside it with `trl_repulse.math.objective`."
             )
         check_choices(self)
         options = {f"reward_transform_{name}": getattr(self, name) for name in ("alpha", "beta", "threshold")}

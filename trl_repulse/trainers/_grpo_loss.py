@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from ..engine.logs import drop_batch_means
-from ..engine.scoring import Scores, SetScores, token_log_probs
+from ..engine.scoring import Layout, Scores, SetScores, token_log_probs
 from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter
 from ..engine.units import OWN, Units
 from ..math.importance import engine_ratios
-from ..math.losses import policy_gradient_loss, scale_gradient
+from ..math.objective import policy_gradient_loss, scale_gradient
 from ..models._adapters import trainable_kept
-from ..models._layout import Layout
 from .base_trainer import BaseTrainer
 
 

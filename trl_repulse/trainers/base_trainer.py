@@ -80,7 +80,6 @@ from ..engine.reward_functions import (
     check_tokenizers,
     load_reward_models,
 )
-from ..engine.sampling import Drawing
 from ..engine.scoring import Scoring, by_prompt, prepare_scoring
 from ..engine.second_model import (
     PROPOSAL_FOLDER,
@@ -102,13 +101,19 @@ from ..engine.trl_bridge import (
     without_kl,
     without_lasting_changes,
 )
-from ..engine.units import CompletionSet, Shape, Units
+from ..engine.units import CompletionSet, Drawing, Shape, Units
 from ..generation import _engine
-from ..generation._batches import batches, without_generation_defaults
-from ..generation._cache import prompts_read_once
 from ..generation._probe import Guard
-from ..generation._samplers import Sampler, drawn_by_inversion, rows_drawn_by
+from ..generation.drawing import (
+    Sampler,
+    batches,
+    drawn_by_inversion,
+    prompts_read_once,
+    rows_drawn_by,
+    without_generation_defaults,
+)
 from ..math.importance import sequence_log_prob
+from ..math.objective import transform_rewards
 from ..method.constraint import Constraint
 from ..method.hot_policy import HotPolicy
 from ..method.learned_proposal import LearnedProposal
@@ -118,7 +123,6 @@ from ..models import _fsdp
 from ..models._adapters import BaseView, adapter_config, adapters_kept, base_of, keep_gradients
 from ..models._deepspeed import connect, gathered_by_layer, zero_stage
 from ..models._model_checks import check_causal, check_language_model, check_tokenizer, check_trained_tokens
-from ..rewards.transforms import transform_rewards
 
 
 if TYPE_CHECKING:

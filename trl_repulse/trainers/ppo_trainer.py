@@ -18,14 +18,13 @@ from ..engine.logs import Moments, mean, share_explained
 from ..engine.preparation import VALUE_MODEL, as_trained
 from ..engine.resume import RESUME_STATE
 from ..engine.reward_functions import RewardFunc, check_separate_rewards
-from ..engine.scoring import prepare_scoring
+from ..engine.scoring import Layout, prepare_scoring
 from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, check_value_model, token_values
 from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
+from ..math.objective import kl_token_rewards
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
-from ..math.returns import kl_token_rewards
 from ..models._adapters import adapter_config, base_of, keep_gradients
 from ..models._deepspeed import zero_stage
-from ..models._layout import Layout
 from ..models._loading import check_same_tokens
 from ..models._model_checks import check_separate
 from ._grpo_loss import GRPOLossTrainer

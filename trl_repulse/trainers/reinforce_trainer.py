@@ -16,8 +16,7 @@ from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.losses import WeightedSamples, repulse_loss
-from ..math.returns import compute_advantages, cvar_rewards, cvar_schedule
+from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, repulse_loss
 from ..method.constraint import Constraint
 from .base_trainer import BaseTrainer
 
@@ -201,7 +200,7 @@ class ReinforceTrainer(BaseTrainer):
             self._logs_of_run.compare_engine(units.own, scores.of(OWN, units.own), limit)
 
     def _loss(self, units: Units, scores: SetScores) -> torch.Tensor:
-        """[`~trl_repulse.math.losses.repulse_loss`] of the samples that have weights."""
+        """[`~trl_repulse.math.objective.repulse_loss`] of the samples that have weights."""
         own, extra, advantages = units.own, units.extra, units.advantages
         assert advantages is not None
         if own.coefficients is not None:

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from ...generation._cache import with_cache
+from ...generation.drawing import with_cache
 from ...models._adapters import in_mode
 from ...models._model_checks import check_causal, check_token_ids
 from .config import GCGConfig

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...configs._checks import require, require_at_least
-from ...generation._cache import generating_by, growing_cache, with_cache
+from ...generation.drawing import generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
 
 

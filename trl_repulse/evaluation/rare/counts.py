@@ -6,7 +6,7 @@ from collections.abc import Sequence
 # Ways of drawing from the policy: temperature, and number of the first tokens that it is for (all)
 OF_POLICY = ((1.3, None), (1.6, None), (2.0, None), (2.0, 1), (4.0, 1), (2.0, 3))
 OF_REFERENCE = ((0.5, 1.0), (1.0, 1.0), (0.5, 1.3), (1.0, 1.6))  # share of the reference, and temperature
-TILTED = 3  # components with raised tokens, as many as [`~trl_repulse.math.token_effects.TILTS`]
+TILTED = 3  # components with raised tokens, as many as [`~trl_repulse.math.importance.TILTS`]
 FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
 
 

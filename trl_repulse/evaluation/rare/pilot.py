@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..._numbers import is_bad
-from ...math.token_effects import TILTS, TokenEffects, deviations_of, reward_scale
+from ...math.importance import TILTS, TokenEffects, deviations_of, reward_scale
 from .._generation import Prompt
 from ..tails import check_share
 from .components import Component

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
-from ...generation._batches import end_tokens
 from ...generation._probe import probe
+from ...generation.drawing import end_tokens
 from ...models._adapters import in_mode
 from ...models._model_checks import check_causal
 from .._generation import (

@@ -1,0 +1,423 @@
+"""What the policy maximizes: transforms and potentials of rewards, returns, advantages, coefficients and the loss.
+
+Axis letters: P prompts, N completions per prompt, T completion tokens.
+"""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from .._numbers import is_bad
+from .importance import Reduction, reduce_log_probs, require_shape, sequence_log_prob, zero_masked
+
+
+def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
+    """
+    Transformed reward r' = r − α·exp(β·r), which penalises low rewards ever more steeply: a baseline of
+    [RePULSe](https://huggingface.co/papers/2510.21184).
+
+    α is at least 0, in units of reward; β is negative, in 1 / units of reward. For β·r > 88 in float32 the exponential
+    overflows to −inf; cap or scale such rewards first. Raises `ValueError` if a parameter is out of range.
+    """
+    if not beta < 0:
+        raise ValueError(f"`beta` must be negative so that low rewards are punished, got {beta}; try {-abs(beta)}.")
+    _require_non_negative("alpha", alpha)
+    return reward - alpha * torch.exp(beta * reward)
+
+
+def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) -> torch.Tensor:
+    """Transformed reward r' = r − α·1[r < η], which subtracts α, at least 0 and in units of reward, from every reward
+    below the threshold η. Raises `ValueError` if `alpha` is negative."""
+    _require_non_negative("alpha", alpha)
+    return reward - alpha * is_bad(reward, threshold).to(reward.dtype)
+
+
+def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
+    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.RewardConfig`]; r itself
+    without one."""
+    if args.reward_transform == "exponential":
+        return exponential_transform(reward, args.reward_transform_alpha, args.reward_transform_beta)
+    if args.reward_transform == "indicator":
+        return indicator_transform(reward, args.reward_transform_alpha, args.reward_transform_threshold)
+    return reward
+
+
+def tilted_log_potential(reward: torch.Tensor, beta: float, reward_cap: float | None = None) -> torch.Tensor:
+    """
+    log φ = β·min(r, cap), in nats, of the tilted target σ(s) ∝ p(s)·exp(β·min(r, cap)).
+
+    The paper writes exp(−β·r) with β > 0. Here, as in the published commands, β has the sign, in nats per unit of reward:
+    negative for low rewards.
+    """
+    return beta * (reward if reward_cap is None else reward.clamp(max=reward_cap))
+
+
+def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float = 1e-16) -> torch.Tensor:
+    """
+    log φ = log(1[r < η] + ε), in nats, of the target restricted to bad outputs.
+
+    ε is the potential of a good output, at least 0; with 0 its log φ is −inf. Its logarithm is computed in double precision,
+    so that it does not vanish for rewards in half precision. Raises `ValueError` if `eps` is negative.
+    """
+    _require_non_negative("eps", eps)
+    good, bad = (math.log(eps) if eps > 0 else -math.inf), math.log1p(eps)
+    log_potential = torch.full_like(reward, good).masked_fill(is_bad(reward, threshold), bad)
+    return torch.where(reward.isnan(), reward, log_potential)
+
+
+def class_log_potential(logit: torch.Tensor, beta: float, target_class: Literal[0, 1] = 1) -> torch.Tensor:
+    """log φ = β·log P(class | s), in nats, of the target that prefers the class 0 or 1 of a binary classifier, given
+    its logit of class 1: log P(1) = log sigmoid(logit), log P(0) = −softplus(logit). β is positive to seek the
+    class. Raises `ValueError` if `target_class` is neither 0 nor 1."""
+    if target_class not in (0, 1):
+        raise ValueError(f"`target_class` must be 0 or 1, got {target_class!r}.")
+    return beta * functional.logsigmoid(logit if target_class == 1 else -logit)
+
+
+def geometric_schedule(start: float, end: float, progress: float) -> float:
+    """The value start · (end / start) ** progress, which changes by the same factor in equal steps, for a progress in
+    [0, 1]. Raises `ValueError` if an end is 0 or not finite, the signs differ, or `progress` is out of range."""
+    if not (math.isfinite(start) and math.isfinite(end) and start != 0 and end != 0 and (start < 0) == (end < 0)):
+        raise ValueError(
+            f"A geometric schedule needs two non-zero values of the same sign, got start={start} and end={end}; "
+            "to begin at nothing, start from a small value of the final sign."
+        )
+    if not 0.0 <= progress <= 1.0:
+        raise ValueError(f"`progress` must lie in [0, 1], got {progress}.")
+    ratio: float = end / start
+    return end if progress == 1.0 else start * math.pow(ratio, progress)
+
+
+def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate: float) -> float:
+    """
+    Lagrange multiplier of P(bad) ≤ `limit` after a step of dual ascent: multiplier · exp(rate · (p_bad − limit) / scale).
+
+    As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the step is taken on the logarithm, which keeps the multiplier
+    above 0. There, steps grow with the multiplier and the cost; here they have a `scale`, the distance from the limit at which
+    a step has the size `rate`, in nats, so that one rate serves any limit. `scale` must not depend on the estimate `p_bad`:
+    then the mean step at the limit is 0, however rare bad outputs are. A step up is at most one nat.
+    """
+    return multiplier * math.exp(min(rate * (p_bad - limit) / scale, 1.0))
+
+
+def _require_non_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"`{name}` must be at least 0, got {value}.")
+
+
+Baseline = Literal["leave_one_out", "group_mean", "constant", "none"]
+# Against division by 0, in units of return; TRL's value
+_EPSILON = 1e-4
+# Rounding error allowed in a number of samples
+_ROUNDING = 1e-6
+
+
+def kl_token_rewards(
+    log_p: torch.Tensor, log_ref: torch.Tensor, reward: torch.Tensor, kl_coefficient: float, mask: torch.Tensor
+) -> torch.Tensor:
+    """
+    Reward of each token: −coefficient·(log p − log p_0), plus the completion's reward at its last token.
+
+    The KL term is the k1 estimator, one sample of each token's log-ratio, which can be negative.
+
+    Args:
+        log_p, log_ref, mask (`torch.Tensor`):
+            Log-probabilities (nats) under the policy that drew the completions and under the reference, and mask, all of shape
+            (P, N, T).
+        reward (`torch.Tensor`):
+            Rewards of shape (P, N), after the transform. NaN puts NaN at the last token.
+        kl_coefficient (`float`):
+            In units of reward per nat.
+
+    Returns:
+        `torch.Tensor`: Token rewards of shape (P, N, T), 0 where masked and for empty completions, detached. The log-ratio has
+        the precision of the log-probabilities, the rest that of the reward if it is higher.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together.
+    """
+    require_shape("log_ref", log_ref, tuple(log_p.shape))
+    require_shape("reward", reward, tuple(log_p.shape[:-1]))
+    log_ratio = zero_masked(log_p, mask).detach() - zero_masked(log_ref, mask).detach()
+    dtype = torch.promote_types(log_ratio.dtype, reward.dtype)
+    penalty = -kl_coefficient * log_ratio.to(dtype)
+    # (P, N, T), 1-based, 0 if masked
+    positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * (mask != 0)
+    last = (positions == positions.amax(dim=-1, keepdim=True)) & (positions > 0)
+    return torch.where(last, penalty + reward.detach().to(dtype).unsqueeze(-1), penalty)
+
+
+def cvar_rewards(rewards: torch.Tensor, level: float) -> torch.Tensor:
+    """
+    Rewards whose mean is the conditional value at risk (CVaR): t − max(t − r, 0) / κ, with t the κ-quantile.
+
+    CVaR at level κ is the mean of the worst share κ of rewards, and equals max_t {t − E[max(t − r, 0)] / κ} (Rockafellar
+    and Uryasev, 2000). At the best t, the κ-quantile, it has the gradient of the expectation. So REINFORCE on these rewards
+    is the policy gradient of CVaR, with any baseline and any κ; κ = 1 leaves rewards as they are.
+    [RA-RLHF](https://huggingface.co/papers/2501.06911) instead keeps only the worst share of a batch, with PPO's advantages.
+
+    Of M rewards t is the one at rank ⌈κ·(M − 1)⌉ + 1 from below: for each reward below it, the κ-quantile of the others. For
+    κ < 1 the estimate of the gradient has a bias of order 1 / M, since t and the baseline are from the same samples: in an
+    example with κ = 0.25 it was 42% of the gradient for M = 4, and 12% for M = 16.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards of shape (G, M), in G groups with a tail each; NaN leaves a sample out.
+        level (`float`):
+            κ, the share of the rewards in the tail, above 0 and at most 1.
+
+    Returns:
+        `torch.Tensor`: Of shape (G, M), in units of reward, detached; NaN where the reward is.
+
+    Raises:
+        `ValueError`: If `level` is not in (0, 1].
+    """
+    require_shape("rewards", rewards, (-1, -1))
+    if not 0 < level <= 1:
+        raise ValueError(f"`level` must be above 0 and at most 1, got {level}.")
+    rewards = rewards.detach()
+    count = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (G, 1)
+    under = (level * (count - 1) - _ROUNDING).ceil().long().clamp(min=0)
+    ranked = rewards.nan_to_num(nan=torch.inf).sort(dim=1).values
+    quantile = ranked.gather(1, under)
+    return quantile - (quantile - rewards).clamp(min=0) / level
+
+
+def cvar_schedule(level: float, ratio: float, progress: float) -> float:
+    """
+    Level of CVaR at a `progress` in [0, 1] of training: RA-RLHF's soft schedule, which falls linearly from 1 and reaches `level`
+    at `progress=ratio`.
+    """
+    return level if progress >= ratio else 1.0 - (1.0 - level) * progress / ratio
+
+
+def compute_advantages(
+    returns: torch.Tensor, baseline: Baseline = "leave_one_out", constant: float = 0.0, normalize: bool = False
+) -> torch.Tensor:
+    """
+    Advantages: returns minus a baseline, and optionally normalised over all samples.
+
+    `"none"` with `normalize` is [REINFORCE++](https://huggingface.co/papers/2501.03262), `"group_mean"` with it
+    REINFORCE++-baseline: the statistics are those of the whole batch, not of a prompt as in GRPO. The paper normalises
+    advantages of tokens, each with the KL penalty of later tokens; here a completion has one advantage with its whole penalty.
+
+    Args:
+        returns (`torch.Tensor`):
+            Returns of shape (P, N); NaN leaves a sample out. With `normalize`, those of the whole batch over all processes.
+        baseline (`str`, *optional*, defaults to `"leave_one_out"`):
+            `"leave_one_out"`: mean return of the prompt's other samples; `"group_mean"`: mean return of all the
+            prompt's samples, which multiplies every advantage by (N − 1)/N; `"constant"`: `constant`; `"none"`: 0.
+        constant (`float`, *optional*, defaults to `0.0`):
+            The constant of `"constant"`, in units of return.
+        normalize (`bool`, *optional*, defaults to `False`):
+            Whether to subtract the mean of all advantages and divide by their standard deviation + 1e-4 (with Bessel's
+            correction, as TRL does).
+
+    Returns:
+        `torch.Tensor`: Advantages of shape (P, N), detached. A sample left out gets 0 and is in no baseline, mean or standard
+        deviation. So does the only sample left of a prompt under `"leave_one_out"` and `"group_mean"`, and, normalised, the
+        only one of the batch.
+
+    Raises:
+        `ValueError`: If N is 1 under `"leave_one_out"` or `"group_mean"`, a return is infinite, or `baseline` is unknown.
+    """
+    require_shape("returns", returns, (-1, -1))
+    returns = returns.detach()
+    if bool(returns.isinf().any()):
+        raise ValueError("A return is infinite; bound the reward, or return NaN (`None`) to leave a sample out.")
+    scored = ~returns.isnan()  # (P, N)
+    known = returns.masked_fill(~scored, 0.0)
+    if baseline in ("leave_one_out", "group_mean"):
+        if returns.shape[1] < 2:
+            raise ValueError(f"`baseline={baseline!r}` needs N >= 2 per prompt; draw more or use another baseline.")
+        count, total = scored.sum(dim=1, keepdim=True), known.sum(dim=1, keepdim=True)  # (P, 1)
+        scored = scored & (count > 1)
+        if baseline == "leave_one_out":
+            count, total = count - 1, total - known
+        advantages = known - total / count.clamp(min=1)
+    elif baseline in ("constant", "none"):
+        advantages = known - (constant if baseline == "constant" else 0.0)
+    else:
+        raise ValueError(f"`baseline` must be 'leave_one_out', 'group_mean', 'constant' or 'none', got {baseline!r}.")
+    if normalize:
+        counted = advantages[scored]
+        spread = counted.std() if len(counted) > 1 else torch.inf
+        advantages = (advantages - counted.mean()) / (spread + _EPSILON)
+    return torch.where(scored, advantages, 0.0)
+
+
+AlphaNormalization = Literal["samples", "none"]
+NegativeBaseline = Literal["none", "proposal", "policy"]
+
+
+def scale_gradient(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The same values, whose gradient is multiplied by a factor of the same shape, or one that broadcasts."""
+    return values.detach() + factor * (values - values.detach())
+
+
+def policy_gradient_loss(
+    log_p: torch.Tensor,
+    mask: torch.Tensor,
+    coefficients: torch.Tensor,
+    reduction: Reduction = "mean",
+    denominator: float | torch.Tensor | None = None,
+    old_log_p: torch.Tensor | None = None,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> torch.Tensor:
+    """
+    Policy-gradient loss Σ −c·ℓ / denominator, where ℓ is the token mean or sum of a sample's log-probabilities.
+
+    With `old_log_p`, for samples reused after an update: −min(ρ·c, clip(ρ)·c) with the sequence-level ρ = p/p_old, over the
+    completion's length if `reduction` is `"mean"`. At ρ = 1 this has the same gradient, but another value.
+
+    Args:
+        log_p, mask (`torch.Tensor`):
+            Log-probabilities (nats) and mask, both of shape (P, N, T), or (B, 1, T) if groups are split.
+        coefficients (`torch.Tensor`):
+            Coefficients of shape (P, N), detached here. A sample of coefficient 0 adds exactly 0.
+        reduction (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` or `"sum"` over a completion's tokens.
+        denominator (`float` or `torch.Tensor`, *optional*):
+            Divides the sum over samples, by default P·N. To add up micro-batches, give the whole batch's.
+        old_log_p (`torch.Tensor`, *optional*):
+            Log-probabilities at sampling time, of shape (P, N, T), in nats, detached here.
+        epsilon_low, epsilon_high (`float`, *optional*, defaults to `0.2`):
+            The ratio is clipped to [1 − epsilon_low, 1 + epsilon_high].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to `log_p`.
+
+    Raises:
+        `ValueError`: If the shapes do not fit together or `reduction` is unknown.
+    """
+    require_shape("coefficients", coefficients, tuple(log_p.shape[:-1]))
+    c = coefficients.detach()
+    reduced = reduce_log_probs(log_p, mask, reduction)  # (P, N)
+    if old_log_p is None:
+        gains = torch.where(c != 0, c * reduced, 0.0)
+    else:
+        require_shape("old_log_p", old_log_p, tuple(log_p.shape))
+        log_ratio = sequence_log_prob(log_p, mask) - sequence_log_prob(old_log_p.detach(), mask)
+        ratio = log_ratio.detach().exp()
+        clipped = ((c > 0) & (ratio > 1 + epsilon_high)) | ((c < 0) & (ratio < 1 - epsilon_low))
+        surrogate = torch.where(
+            clipped,
+            ratio.clamp(1 - epsilon_low, 1 + epsilon_high),
+            log_ratio.masked_fill(clipped | (c == 0), 0.0).exp(),
+        )
+        length = (mask != 0).sum(dim=-1)
+        scale = length.clamp(min=1) if reduction == "mean" else torch.ones_like(length)
+        gains = torch.where((c != 0) & (length > 0), c * surrogate / scale, 0.0)
+    return -gains.sum() / (gains.numel() if denominator is None else denominator)
+
+
+def negative_coefficients(
+    normalized_w: torch.Tensor, alpha: float, alpha_normalization: AlphaNormalization = "samples"
+) -> torch.Tensor:
+    """
+    Coefficients of proposal samples that make [`policy_gradient_loss`], divided by P·N, the second term of Eq. 4.
+
+    Args:
+        normalized_w (`torch.Tensor`):
+            Weights of shape (P, N), which sum to 1 (or 0) within each prompt.
+        alpha (`float`):
+            Weight of the term.
+        alpha_normalization (`str`, *optional*, defaults to `"samples"`):
+            `"samples"`: −α·w, as for the published α, which is Eq. 4 with α / N. `"none"`: −α·N·w, Eq. 4 itself, whose
+            fixed point does not depend on N.
+
+    Returns:
+        `torch.Tensor`: Coefficients of shape (P, N), detached.
+
+    Raises:
+        `ValueError`: If `alpha_normalization` is unknown.
+    """
+    require_shape("normalized_w", normalized_w, (-1, -1))
+    if alpha_normalization not in ("samples", "none"):
+        raise ValueError(f"`alpha_normalization` must be 'samples' or 'none', got {alpha_normalization!r}.")
+    factor = normalized_w.shape[1] if alpha_normalization == "none" else 1
+    return -alpha * factor * normalized_w.detach()
+
+
+def negative_reinforce_coefficients(
+    normalized_w: torch.Tensor,
+    returns_neg: torch.Tensor,
+    alpha: float,
+    baseline: NegativeBaseline = "none",
+    returns: torch.Tensor | None = None,
+    alpha_normalization: AlphaNormalization = "samples",
+) -> torch.Tensor:
+    """
+    Coefficients α·w·(R − b) of negative-REINFORCE, a variant which the RePULSe paper found harmful.
+
+    Args:
+        normalized_w, alpha, alpha_normalization:
+            As for [`negative_coefficients`].
+        returns_neg (`torch.Tensor`):
+            Returns of the proposal samples, of shape (P, N); NaN leaves a sample out.
+        baseline (`str`, *optional*, defaults to `"none"`):
+            b. `"proposal"`: unweighted mean return of the prompt's other proposal samples (`"expectation"` in the research
+            code). `"policy"`: mean return of its policy samples (`"other_expectation"`). `"none"`: 0.
+        returns (`torch.Tensor`, *optional*):
+            Returns of the policy samples, of shape (P, any), for `"policy"`. A prompt whose returns are all NaN gets 0.
+
+    Returns:
+        `torch.Tensor`: Coefficients of shape (P, N), detached.
+
+    Raises:
+        `ValueError`: If `baseline` is unknown, `"policy"` lacks `returns`, or `"proposal"` has N = 1.
+    """
+    require_shape("returns_neg", returns_neg, tuple(normalized_w.shape))
+    if baseline == "policy":
+        if returns is None:
+            raise ValueError("`baseline='policy'` needs `returns`, the returns of the policy samples.")
+        require_shape("returns", returns, (returns_neg.shape[0], -1))
+        advantages = compute_advantages(returns_neg - returns.nanmean(dim=1, keepdim=True), "none")
+    elif baseline in ("none", "proposal"):
+        advantages = compute_advantages(returns_neg, "none" if baseline == "none" else "leave_one_out")
+    else:
+        raise ValueError(f"`baseline` must be 'none', 'proposal' or 'policy', got {baseline!r}.")
+    return -negative_coefficients(normalized_w, alpha, alpha_normalization) * advantages
+
+
+class WeightedSamples(NamedTuple):
+    """Samples of one kind, with their coefficients in [`repulse_loss`]."""
+
+    log_p: torch.Tensor  # (P, N, T), nats
+    mask: torch.Tensor  # (P, N, T), 0 at the positions that do not count
+    coefficients: torch.Tensor  # (P, N)
+    old_log_p: torch.Tensor | None = None  # (P, N, T), nats, of samples that are used again
+
+
+def repulse_loss(
+    own: WeightedSamples,
+    negative: WeightedSamples | None = None,
+    reduction: Reduction = "mean",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> torch.Tensor:
+    """
+    The policy's loss, Eq. 4 of [RePULSe](https://huggingface.co/papers/2510.21184): REINFORCE plus the negative term.
+
+    With `reduction="sum"`, `alpha_normalization="none"` and exact weights, its expected gradient is that of
+    −E_p[R] + α·log E_p[φ]. The defaults are the published conventions, which differ by 1/N and 1/length.
+
+    Args:
+        own ([`WeightedSamples`]):
+            The policy's samples, with their advantages, plus −α·w if they are in the negative term too.
+        negative ([`WeightedSamples`], *optional*):
+            Samples drawn for the negative term, with the [`negative_coefficients`]. P and N may differ.
+        reduction, epsilon_low, epsilon_high:
+            As for [`policy_gradient_loss`].
+
+    Returns:
+        `torch.Tensor`: Scalar. Gradient flows to the log-probabilities of both.
+    """
+    clipping = epsilon_low, epsilon_high
+    loss = policy_gradient_loss(*own[:3], reduction, None, own.old_log_p, *clipping)
+    if negative is not None:
+        loss = loss + policy_gradient_loss(*negative[:3], reduction, None, negative.old_log_p, *clipping)
+    return loss
