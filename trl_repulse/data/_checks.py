@@ -4,6 +4,7 @@
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | 
             )
     stored = not isinstance((features or {}).get("prompt"), ExactJson)
     check_conversations((row["prompt"] for row in rows), "a batch of the data set", stored)
+
+
+@dataclass
+class CheckedRows:
+    """Data collator that returns rows as they are, and refuses those without a usable prompt."""
+
+    features: Any  # the data set's column types, if they are known
+
+    def __call__(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        check_rows(rows, self.features)
+        return rows
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:

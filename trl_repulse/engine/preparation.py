@@ -15,11 +15,13 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from accelerate.utils.memory import should_reduce_batch_size
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .._rules_of_thumb import learning_rate_for
-from ..data._checks import check_rows
+from ..data._checks import by_name, check_rows
+from ..data._prompts import as_templates_read, conversations, one_of_each, render, rendering, warn_of_template
 from ..generation._probe import (
     Guard,
     describe,
@@ -451,3 +453,24 @@ def _noisy_fields(model: nn.Module, is_noisy: Callable[[], bool]) -> list[str]:
     finally:
         for owner, field, value in settings:
             setattr(owner, field, value)
+
+
+def check_templates(
+    trainer: Any,
+    tokenize: Callable[[list[Any]], Any],
+    train_dataset: Dataset | IterableDataset | None,
+    eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
+) -> None:
+    """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses; `tokenize` is TRL's."""
+    rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+    readers = [(name, tokenizer) for name, reward, tokenizer in rewards if isinstance(reward, nn.Module)]
+    for name, dataset in by_name(train_dataset, eval_dataset).items():
+        for number, prompt in one_of_each(conversations(dataset)):
+            where = f"Row {number} of `{name}`"
+            with rendering(trainer.processing_class, prompt, where):
+                tokenize(as_templates_read([prompt]))
+            answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+            for reward, tokenizer in readers:
+                of_reward = f"{where}, as the reward model '{reward}' reads it,"
+                render(tokenizer, answered, of_reward, trainer.chat_template_kwargs, add_generation_prompt=False)
+                warn_of_template(tokenizer, prompt, trainer.chat_template_kwargs)

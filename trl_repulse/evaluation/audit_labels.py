@@ -224,11 +224,11 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     Raises:
         `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown, or there is none.
     """
+    limit = csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             head = file.readline()
             file.seek(0)
-            csv.field_size_limit(2**31 - 1)
             # A spreadsheet may have put semicolons or tabs between the cells
             reader = csv.DictReader(file, restval="", delimiter=max(",;\t", key=head.count), strict=True)
             rows, names = list(reader), reader.fieldnames or ()
@@ -236,6 +236,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         raise ValueError(f"There is no file `{path}`; draw completions to label with `trl-repulse audit`.") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"`{path}` cannot be read ({error}); save it as CSV in UTF-8.") from error
+    finally:
+        csv.field_size_limit(limit)
     if not names:
         raise ValueError(f"`{path}` is empty; draw completions to label with `trl-repulse audit`.")
     missing = [name for name in COLUMNS if name not in names]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -25,11 +26,23 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from ..models._adapters import base_of, takes
+from ..models._adapters import base_of
 from ..models._model_checks import vocab_size
 
 
 _WARNING = "We strongly recommend passing in an `attention_mask`"
+
+
+_FACTS: WeakKeyDictionary[Any, tuple[ReferenceType[Any], frozenset[str]]] = WeakKeyDictionary()
+
+
+def _facts(model: Any) -> tuple[Any, frozenset[str]]:
+    """A model without PEFT's wrapper, and the names of its arguments; found out once, since passes for each token ask."""
+    if model not in _FACTS:
+        base = base_of(model)
+        _FACTS[model] = ref(base), frozenset(inspect.signature(type(base).forward).parameters)
+    base, names = _FACTS[model]
+    return base(), names
 
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: Sequence[int]) -> int:
@@ -40,7 +53,7 @@ def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, en
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
     """Outputs for left-padded rows, with positions from the first real token."""
-    if takes(model, "position_ids"):
+    if "position_ids" in _facts(model)[1]:
         options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return model(input_ids=ids, attention_mask=mask, **options)
 
@@ -172,14 +185,14 @@ class GrowingLayer(DynamicLayer):
 
 def growing_cache(model: nn.Module) -> DynamicCache:
     """An empty cache for a model; layers that keep all tokens grow in place."""
-    cache = DynamicCache(config=base_of(model).config.get_text_config(decoder=True))
+    cache = DynamicCache(config=_facts(model)[0].config.get_text_config(decoder=True))
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, Any]:
     """Arguments of a model's `forward` for a cache, or for none."""
-    return {_NAMES[not takes(model, "cache")]: cache, "use_cache": cache is not None}
+    return {_NAMES["cache" not in _facts(model)[1]]: cache, "use_cache": cache is not None}
 
 
 def to_generate(cache: Cache) -> dict[str, Cache]:
@@ -207,7 +220,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
     token of each distinct prompt goes through the model; the cache is repeated for the rows, and `generate`
     continues from it. With the same random numbers the same tokens are drawn, up to rounding. `everywhere` says
     whether a condition holds in all processes: with partitioned weights they must make the same passes."""
-    base = base_of(model)
+    base = _facts(model)[0]
     generate = base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +232,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
         if not everywhere(ids.size(1) > 1 and not bool(new.all())):
             return generate(**kwargs)
         cache = growing_cache(base)
-        last = {"logits_to_keep": 1} if takes(base, "logits_to_keep") else {}
+        last = {"logits_to_keep": 1} if "logits_to_keep" in _facts(base)[1] else {}
         padded_outputs(base, ids[new, :-1], mask[new, :-1], **with_cache(base, cache), **last)
         cache.batch_select_indices(new.cumsum(dim=0) - 1)
         return generate(**kwargs | to_generate(cache))
@@ -270,7 +283,7 @@ class RowSamplers(LogitsProcessor):
 @contextlib.contextmanager
 def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Iterator[None]:
     """Context in which `model.generate` draws the `others` among the rows of its batches by another sampler."""
-    base = base_of(model)
+    base = _facts(model)[0]
     generate = base.generate
 
     def generate_by(*args: Any, **kwargs: Any) -> Any:
@@ -312,7 +325,7 @@ def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
     Context in which `model.generate` draws by [`InverseTransform`] on a CPU, if the vocabulary is large and all tokens may be
     drawn. The distribution is the same; random numbers are others.
     """
-    base = base_of(model)
+    base = _facts(model)[0]
     generate = base.generate
     large = base.config.get_text_config(decoder=True).vocab_size >= _LARGE_VOCABULARY
 

@@ -51,6 +51,8 @@ class HotPolicy(ExtraSamplesTerm):
         services ([`Services`]): What the trainer gives.
     """
 
+    observes_bad = True  # from both kinds of samples
+
     def __init__(self, services: Services):
         super().__init__(services)
         self.choice = SamplerChoice(services, self.args.proposal_temperature)

@@ -134,6 +134,8 @@ class NegativeTerm:
         services ([`Services`]): What the trainer gives.
     """
 
+    observes_bad = False  # whether a constraint sees P(bad) in `observe`, and not from the policy's samples alone
+
     def __init__(self, services: Services):
         self.services = services
         self.args, self.logs = services.args, services.logs

@@ -6,9 +6,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
+from ..configs import NegativeTermConfig
 from ..engine.preparation import as_trained
+from ..engine.reward_functions import check_separate_rewards
 from ..engine.scoring import prepare_scoring
-from ..engine.second_model import POLICY_ADAPTER, Adapter, SecondAdapter, SecondModel, add_adapter
+from ..engine.second_model import POLICY_ADAPTER, SecondAdapter, SecondModel, add_adapter
 from ..engine.trl_bridge import (
     add_fused_lm_head,
     copy_unpatched,
@@ -216,11 +218,22 @@ def _ready(
     return model.train()  # activation checkpointing works in training mode alone
 
 
-def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
-    """Lets the vLLM engine, or a second server, sample from the proposal too."""
-    module, args, server = proposal.module, trainer.args, {}
-    if args.proposal_vllm_server_base_url is not None:
-        server["server_base_url"] = args.proposal_vllm_server_base_url
-        server["group_port"] = args.proposal_vllm_group_port
-    served = (module.model, module.name) if isinstance(module, Adapter) else (module,)
-    trainer.vllm_generation.add("proposal", *served, **server)
+def plan_proposal(
+    args: Any, model: Any, reward_funcs: Any, peft_config: Any, given: Any, own_config: Any
+) -> "tuple[bool, str | PreTrainedModel | None, list[PeftConfig | None]]":
+    """
+    Whether a proposal's base is the reference, what the proposal starts from, and all adapters that are sampled from, before TRL
+    wraps or patches the policy. `given` and `own_config` are the trainer's `proposal_model` and `proposal_peft_config`.
+    """
+    adapters = [peft_config]
+    if not isinstance(args, NegativeTermConfig):
+        return False, None, adapters
+    lends_base = given is None and lends_reference(model, args, peft_config, own_config)
+    proposal = starting_point(given, model, args, peft_config, own_config)
+    check_separate_rewards(
+        reward_funcs, proposal, "`proposal_model`", trained=own_config is None and peft_config is None
+    )
+    adapters += [own_config, adapter_config(proposal)]
+    if proposal is None and own_config is None and args.has_proposal:
+        adapters.append(policy_adapter(model, peft_config))  # once more, of a proposal over its base
+    return lends_base, proposal, adapters

@@ -8,8 +8,8 @@ functions.
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, is_peft_model, set_seed
+from accelerate.utils import DistributedType, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -27,6 +27,7 @@ from trl import GRPOTrainer
 from ..configs import NegativeTermConfig
 from ..configs._checks import check_uploads
 from ..data._checks import (
+    CheckedRows,
     by_name,
     check_adapters,
     check_arguments,
@@ -39,22 +40,18 @@ from ..data._checks import (
     check_prompt_lengths,
     check_reward_funcs,
     check_rewards,
-    check_rows,
     fitting_prompts,
 )
 from ..data._prompts import (
     TEMPLATE_ERRORS,
     as_templates_read,
-    conversations,
-    one_of_each,
     render,
-    rendering,
     warn_of_template,
 )
-from ..data._texts import check_added_tokens, completion_texts
+from ..data._texts import check_added_tokens, completion_texts, joins
 from ..engine.diagnosis import AT_ONCE, UPDATES, diagnose
 from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, drop_batch_means, mean, pool, pool_all
-from ..engine.preparation import as_trained, check_loadable, guard_model, set_learning_rate
+from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
 from ..engine.records import (
     EARLIER_NEGATIVES,
     amend_model_card,
@@ -91,6 +88,7 @@ from ..engine.second_model import (
     prepare_second_models,
     save_reference,
 )
+from ..engine.serving import engine_of, serve_proposal, take_engine
 from ..engine.trl_bridge import (
     check_scoring_on_cpu,
     disable_dropout,
@@ -118,9 +116,9 @@ from ..method.constraint import Constraint
 from ..method.hot_policy import HotPolicy
 from ..method.learned_proposal import LearnedProposal
 from ..method.negative_term import NegativeTerm, Services
-from ..method.proposal_model import build_proposal, lends_reference, policy_adapter, serve_proposal, starting_point
+from ..method.proposal_model import build_proposal, plan_proposal
 from ..models import _fsdp
-from ..models._adapters import BaseView, adapter_config, adapters_kept, base_of, keep_gradients
+from ..models._adapters import BaseView, adapters_kept, base_of, keep_gradients
 from ..models._deepspeed import connect, gathered_by_layer, zero_stage
 from ..models._model_checks import check_causal, check_language_model, check_tokenizer, check_trained_tokens
 
@@ -130,24 +128,12 @@ if TYPE_CHECKING:
 
     from peft import PeftConfig, PeftModel
 
-    from ..generation import VLLMGenerator
 
 logger = get_logger(__name__)
 
 Datasets: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset] | None
 )
-
-
-@dataclass
-class CheckedRows:
-    """Data collator that returns rows as they are, and refuses those without a usable prompt."""
-
-    features: Any  # the data set's column types, if they are known
-
-    def __call__(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        check_rows(rows, self.features)
-        return rows
 
 
 @dataclass(frozen=True)
@@ -164,19 +150,6 @@ class SecondModelArguments:
         """The models that were passed, by the names of their arguments."""
         models = {"proposal_model": self.proposal_model, "value_model": self.value_model}
         return {name: model for name, model in models.items() if model is not None}
-
-
-class _WeightsChanged(TrainerCallback):
-    """Tells the vLLM engine when the policy's weights have changed; a second model's trainer tells of that one's."""
-
-    def __init__(self, generator: "VLLMGenerator"):
-        self._generator = generator
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._generator.changed()  # a checkpoint may have been loaded
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self._generator.changed("policy")
 
 
 class BaseTrainer(GRPOTrainer):
@@ -282,7 +255,9 @@ class BaseTrainer(GRPOTrainer):
             check_datasets(train_dataset, eval_dataset, args.generation_batch_size // args.num_generations)
         for name, dataset in by_name(train_dataset, eval_dataset).items():
             check_column_names(getattr(dataset, "column_names", None) or (), f"`{name}`")
-        lends_base, proposal, adapters = self._plan_proposal(args, model, reward_funcs, peft_config)
+        lends_base, proposal, adapters = plan_proposal(
+            args, model, reward_funcs, peft_config, second.proposal_model, second.proposal_peft_config
+        )
         check_adapters(model, *adapters)
         check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **second.models())
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
@@ -291,7 +266,7 @@ class BaseTrainer(GRPOTrainer):
             reward_funcs, reward_processing_classes = load_reward_models(reward_funcs, reward_processing_classes, args)
         self._build_first(model, reward_funcs, args, quantization_config, peft_config)
         no_reference = without_kl(args) if lends_base else contextlib.nullcontext()
-        with no_reference, self._engine_fits(args, model, adapters):
+        with no_reference, engine_of(args, model, adapters):
             super().__init__(
                 model,
                 reward_funcs,
@@ -311,9 +286,10 @@ class BaseTrainer(GRPOTrainer):
         # Which TRL has loaded where none was passed
         check_tokenizers(self.reward_funcs, self.reward_processing_classes)
         self._check_policy(adapters)
-        self._take_engine()
+        if args.use_vllm:
+            take_engine(self)
         if environment_factory is None and rollout_func is None:  # which may make prompts otherwise
-            self._check_templates(train_dataset, eval_dataset)
+            check_templates(self, super()._tokenize_prompts, train_dataset, eval_dataset)
         self.reward_funcs = all_with_checks(self.reward_funcs, self.reward_func_names)
         if environment_factory is None:  # streams, and data sets that change their rows, are checked as they yield
             self.data_collator = CheckedRows(self.train_dataset.features)
@@ -341,26 +317,6 @@ class BaseTrainer(GRPOTrainer):
         self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> None:
         """Builds what must be built before TRL wraps or patches the policy."""
-
-    def _plan_proposal(
-        self, args: Any, model: Any, reward_funcs: Any, peft_config: Any
-    ) -> "tuple[bool, str | PreTrainedModel | None, list[PeftConfig | None]]":
-        """
-        Whether a proposal's base is the reference, what the proposal starts from, and all adapters that are sampled from, before TRL
-        wraps or patches the policy.
-        """
-        adapters = [peft_config]
-        if not isinstance(args, NegativeTermConfig):
-            return False, None, adapters
-        proposal, own_config = self._second_arguments.proposal_model, self._second_arguments.proposal_peft_config
-        lends_base = proposal is None and lends_reference(model, args, peft_config, own_config)
-        proposal = starting_point(proposal, model, args, peft_config, own_config)
-        trained = own_config is None and peft_config is None
-        check_separate_rewards(reward_funcs, proposal, "`proposal_model`", trained)
-        adapters += [own_config, adapter_config(proposal)]
-        if proposal is None and own_config is None and args.has_proposal:
-            adapters.append(policy_adapter(model, peft_config))  # once more, of a proposal over its base
-        return lends_base, proposal, adapters
 
     @property
     def has_proposal(self) -> bool:
@@ -429,25 +385,6 @@ class BaseTrainer(GRPOTrainer):
         self._guard = self._guard | guard_model(self, name, model, quiet)
         if not self._guard.use_cache:
             self.generation_config.use_cache = False
-
-    def _check_templates(
-        self,
-        train_dataset: Dataset | IterableDataset | None,
-        eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
-    ) -> None:
-        """Refuses conversations that the chat template of the policy, or of a reward model, is missing for or refuses."""
-        rewards = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
-        readers = [(name, tokenizer) for name, reward, tokenizer in rewards if isinstance(reward, torch.nn.Module)]
-        for name, dataset in by_name(train_dataset, eval_dataset).items():
-            for number, prompt in one_of_each(conversations(dataset)):
-                where = f"Row {number} of `{name}`"
-                with rendering(self.processing_class, prompt, where):
-                    super()._tokenize_prompts(as_templates_read([prompt]))
-                answered = [*prompt, {"role": "assistant", "content": "An answer."}]
-                for reward, tokenizer in readers:
-                    of_reward = f"{where}, as the reward model '{reward}' reads it,"
-                    render(tokenizer, answered, of_reward, self.chat_template_kwargs, add_generation_prompt=False)
-                    warn_of_template(tokenizer, prompt, self.chat_template_kwargs)
 
     def _add_value_model(self) -> None:
         """Adds a value model, where a trainer has one."""
@@ -673,6 +610,11 @@ class BaseTrainer(GRPOTrainer):
         """Most tokens of a prompt and its completion on a vLLM engine of this process."""
         return self.args.vllm_max_model_length if self.use_vllm and self.vllm_mode == "colocate" else None
 
+    @functools.cached_property
+    def _joins(self) -> bool:
+        """Whether a completion's text is what the text of all tokens has beyond the prompt."""
+        return joins(self._tokenizer)
+
     def _generate(self, prompts: list):
         logs = self._logs_of_run
         with logs.weighing(logs.real_rows(len(prompts))) as metrics:
@@ -682,7 +624,8 @@ class BaseTrainer(GRPOTrainer):
                 calls = metrics["tools/call_frequency"][-1] * len(prompts) * self.accelerator.num_processes
                 failed = metrics["tools/failure_frequency"].pop()
                 metrics["tools/failure_frequency"].append(Pooled(mean, Moments.alike(failed, calls)))
-        if isinstance(prompts[0], str):  # TRL (1.16) decodes completions by themselves
+        # TRL (1.16) decodes completions by themselves, which is the same for some tokenizers
+        if isinstance(prompts[0], str) and not (self._joins and all(not x.endswith("\ufffd") for x in prompts)):
             texts = completion_texts(self._tokenizer, prompts, *generated[:2])
             generated = (*generated[:3], texts, *generated[4:])
         completions, written = generated[1:3]
@@ -886,53 +829,6 @@ class BaseTrainer(GRPOTrainer):
                 second.load_checkpoint(self, Path(self.state.best_model_checkpoint) / folder)
         if self.use_vllm:
             self.vllm_generation.changed()
-
-    # Sampling with vLLM
-
-    @contextlib.contextmanager
-    def _engine_fits(
-        self,
-        args: Any,
-        model: Any,
-        adapters: list["PeftConfig | None"],
-    ) -> Iterator[None]:
-        """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
-        if not args.use_vllm:
-            yield
-            return
-        from ..generation._engine import engine_options
-
-        if args.bf16 or args.fp16:  # what autocast runs them in
-            dtype = "bfloat16" if args.bf16 else "float16"
-        elif isinstance(model, str):
-            options = dict(args.model_init_kwargs or {})
-            dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32")
-            if dtype == "auto":
-                loading = {"trust_remote_code": args.trust_remote_code, **options}
-                loading = {name: loading.get(name) for name in ("revision", "trust_remote_code")}
-                dtype = str(AutoConfig.from_pretrained(model, **loading).dtype or "float32")
-        else:
-            dtype = str(model.dtype)
-        if not isinstance(model, str) and is_peft_model(model):
-            adapters = [*adapters, *model.peft_config.values()]
-        with engine_options(dtype.removeprefix("torch."), [config for config in adapters if config is not None]):
-            yield
-
-    def _take_engine(self) -> None:
-        """Lets the engine that TRL has built push weights when they changed, and serve more than one model."""
-        if not self.use_vllm:
-            return
-        from ..generation import VLLMGenerator
-
-        if self.vllm_mode == "colocate":
-            # The engine has set torch's seed, from which it samples, to the number of its group whatever `seed` is
-            group = self.accelerator.process_index // self.vllm_tensor_parallel_size
-            set_seed(self.args.seed + group)
-        models = {"policy": self.accelerator.unwrap_model(self.model)}
-        self.vllm_generation = VLLMGenerator(
-            models, self._tokenizer, engine=self.vllm_generation, sleep_level=self.args.vllm_sleep_level
-        )
-        self.add_callback(_WeightsChanged(self.vllm_generation))
 
     # Publishing
 

@@ -5,6 +5,7 @@ micro-batches: a unit is a prompt with all its completions (n = N) where a micro
 (n = 1) where it does not.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,7 @@ class ReinforceTrainer(BaseTrainer):
     def _build_services(self) -> None:
         super()._build_services()
         if self.args.max_bad_probability is not None:
-            start = 1.0 if self.args.charges_bad else self.args.alpha
+            start = 1.0 if self._charges_bad else self.args.alpha
             self.constraint = Constraint(self.args, self._logs_of_run, start)
 
     # Step 1: draw
@@ -118,14 +119,19 @@ class ReinforceTrainer(BaseTrainer):
 
     # Step 3: weigh
 
+    @functools.cached_property
+    def _charges_bad(self) -> bool:
+        """Whether a constraint subtracts the cost of bad completions from the reward."""
+        return self.args.charges_bad
+
     @property
     def transforms_rewards(self) -> bool:
-        return bool(self.args.reward_clip_range) or self.args.charges_bad or super().transforms_rewards
+        return bool(self.args.reward_clip_range) or self._charges_bad or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         limits = self.args.reward_clip_range
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
-        if self.args.charges_bad:
+        if self._charges_bad:
             assert self.constraint is not None  # whose multiplier is the charge
             bad = is_bad(rewards, self.args.bad_reward_threshold)
             transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)

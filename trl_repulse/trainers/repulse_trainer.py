@@ -93,7 +93,7 @@ class RePULSeTrainer(ReinforceTrainer):
         super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        if not self.args.draws_hot:  # the hot policy observes P(bad) from both kinds of samples, as it weighs them
+        if self._negative is None or not self._negative.observes_bad:
             super()._observe(rewards)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
