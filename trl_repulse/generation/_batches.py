@@ -23,9 +23,9 @@ def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, en
 
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
-    """Outputs for left-padded rows, with positions from the first real token."""
+    """Outputs for left-padded rows, or for the last tokens of such rows, with positions from the first real token."""
     if takes(model, "position_ids"):
-        options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.size(1) :]
     return model(input_ids=ids, attention_mask=mask, **options)
 
 
