@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import step_cost
-from benchmarks.real_chat import build, judge, prototype, race, results
+from benchmarks.real_chat import build, figure, judge, prototype, race, results
 from trl_repulse.cli import methods
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.comparison import paired_interval
@@ -184,6 +184,18 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("| REINFORCE | 2 | 20 |") == printed.count("| REINFORCE | 2 | 100 |") == 1
     assert printed.count(" completions on ") == 2
+
+
+def test_figure(tmp_path):
+    logs = [{"step": step, "reward": 3.0 + step, "kl": 0.1, "completions/mean_length": 20.0} for step in (10, 20)]
+    for name, seconds in (("reinforce", 100.0), ("repulse", 300.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": [*logs, {"step": 20}]}))
+        kept = {"method": name, "seconds": seconds, "policy_updates": 20}
+        (tmp_path / name / "results.json").write_text(json.dumps(kept))
+    assert figure.curves(tmp_path / "repulse") == ("repulse", [(150.0, 13.0, 2.0), (300.0, 23.0, 2.0)])
+    figure.main([str(tmp_path / "reinforce"), str(tmp_path / "repulse"), "--output", str(tmp_path / "new" / "x.png")])
+    assert (tmp_path / "new" / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.trainer
