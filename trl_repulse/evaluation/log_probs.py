@@ -65,17 +65,13 @@ def completion_log_probs(
         estimate the entropy of its completions; the second varies less.
 
     Raises:
-        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is NaN.
+        `ValueError`: If a prompt is empty, the model is not causal or mixes the rows of a batch, or a log-probability is NaN.
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
     check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
-    distinct = set(map(tuple, prompt_ids))
-    if len(distinct) == len(prompt_ids) and len(set(map(len, distinct))) == 1:
-        guard = Guard()  # nothing is padded, nothing shared
-    elif guard is None:
-        guard = probe_shared(model, samples=False)
+    guard = guard or probe_shared(model, samples=False)
     with in_mode(model, training=False), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
         for chosen in batches(prompt_ids, batch_size, guard.score_by_length):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]

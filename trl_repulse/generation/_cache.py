@@ -82,14 +82,8 @@ def _read_once(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, rows: to
 def logits_after_prompts(
     model: nn.Module, prompts: tuple[torch.Tensor, ...], rows: torch.Tensor, completions: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """
-    Logits (B, T, V) of the tokens of completions, whose prompts go through the model once each.
-
-    Args:
-        prompts, completions (`tuple[torch.Tensor, ...]`):
-            Tokens and mask of left-padded prompts, (P, L) with L > 1, and of right-padded completions, (B, T).
-        rows (`torch.Tensor` of shape `(B,)`): The prompt of each completion.
-    """
+    """Logits (B, T, V) of completions, whose prompts go through the model once each: tokens and mask of left-padded
+    prompts, (P, L) with L > 1, the prompt of each completion, (B,), and tokens and mask of right-padded completions, (B, T)."""
     cache = _read_once(model, *prompts, rows)
     # The last token of a prompt and all but the last of a completion predict the completion
     ids = torch.cat([prompts[0][rows, -1:], completions[0][:, :-1]], dim=1)
