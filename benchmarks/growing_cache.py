@@ -1,8 +1,10 @@
-"""Sampling behind a prompt's cache that grows in place, against transformers' cache, which copies all it holds for each token.
+"""
+Sampling behind a prompt's cache that grows in place, against transformers' cache, which copies all it holds for each token; and scoring
+completions behind it, as `trl-repulse evaluate` does, against reading the prompt with each.
 
     python benchmarks/growing_cache.py --model 135m --shapes 1,128,20,10 1,512,20,20
 
-Both draw the same tokens from the same random numbers, take turns, and start from the cache of the same prompts; medians.
+Both ways draw the same tokens from the same random numbers, take turns, and start from the cache of the same prompts; medians.
 """
 
 import argparse
@@ -15,6 +17,8 @@ from step_cost import ON_ACCELERATOR, SHAPES, on_what
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
+from trl_repulse.evaluation.log_probs import completion_log_probs
+from trl_repulse.generation._probe import Guard
 from trl_repulse.generation.drawing import growing_cache, to_generate, with_cache
 
 
@@ -45,6 +49,14 @@ def sample(model: LlamaForCausalLM, cache: DynamicCache, ids: torch.Tensor, new:
     return time.perf_counter() - start, drawn
 
 
+def score(model: LlamaForCausalLM, ids: torch.Tensor, drawn: torch.Tensor, share: bool) -> tuple[float, torch.Tensor]:
+    """Seconds of scoring what was drawn behind `ids` (P, L), and its log-probabilities."""
+    prompts, completions = drawn.tensor_split([ids.size(1)], dim=1)
+    rows, start = (prompts.tolist(), completions.tolist()), time.perf_counter()
+    found, _ = completion_log_probs(model, *rows, len(drawn), guard=Guard(share_prompts=share))
+    return time.perf_counter() - start, found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="tiny")
@@ -60,7 +72,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     print(f"model {options.model}, {on_what()}, medians of {options.rounds} rounds")
-    print("| prompts, prompt, new, completions | copied, ms | in place, ms | in place / copied |\n|---|---|---|---|")
+    print("| prompts, prompt, new, completions | copied, ms | in place, ms | in place / copied |", end="")
+    print(" scored with each prompt, ms | once, ms | once / each |\n|---|---|---|---|---|---|---|")
     for prompts, length, new, n in options.shapes:
         torch.manual_seed(0)
         config = LlamaConfig(**SHAPES[options.model], tie_word_embeddings=True, max_position_embeddings=length + new)
@@ -69,12 +82,18 @@ def main() -> None:
         drawn = {name: sample(model, make(model), ids, new, n)[1] for name, make in CACHES.items()}  # warm-up
         if not torch.equal(*drawn.values()):
             raise SystemExit("The two draw different tokens.")
-        seconds: dict[str, list[float]] = {name: [] for name in CACHES}
+        tokens = drawn["copied"]
+        once, each = (score(model, ids, tokens, share)[1] for share in (True, False))
+        torch.testing.assert_close(once, each, rtol=0, atol=1e-3 if model.dtype == torch.float32 else 1.0)
+        seconds: dict[str | bool, list[float]] = {name: [] for name in (*CACHES, False, True)}
         for _ in range(options.rounds):
             for name, make in CACHES.items():
                 seconds[name].append(sample(model, make(model), ids, new, n)[0])
-        copied, grown = (1e3 * statistics.median(values) for values in seconds.values())
-        print(f"| {prompts}, {length}, {new}, {n} | {copied:.0f} | {grown:.0f} | {grown / copied:.2f} |", flush=True)
+            for share in (False, True):
+                seconds[share].append(score(model, ids, tokens, share)[0])
+        copied, grown, each, once = (1e3 * statistics.median(values) for values in seconds.values())
+        print(f"| {prompts}, {length}, {new}, {n} | {copied:.0f} | {grown:.0f} | {grown / copied:.2f} |", end="")
+        print(f" {each:.0f} | {once:.0f} | {once / each:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

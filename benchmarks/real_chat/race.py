@@ -3,13 +3,15 @@ Trains and evaluates methods on the world "real chat" within a number of minutes
 
     python -m benchmarks.real_chat.race runs/real_chat --out runs/race --minutes 9        # on a GPU: all that fits
     python -m benchmarks.real_chat.race runs/real_chat --out runs/cpu --completions 8000 --seeds 0 1 --samples 64
-    python -m benchmarks.real_chat.race runs/real_chat --out runs/cpu --table             # of what is there
+    python -m benchmarks.real_chat.race --out runs/cpu --table                            # of what is there
+    python -m benchmarks.real_chat.race --store benchmarks/real_chat/results.json --table # of what has been kept
 
 All methods begin with the same policy and draw the same number of completions, from as many prompts, at one learning rate and KL
 coefficient. With `--minutes`, REINFORCE trains for a share of the time, the others draw as many completions as it did, and the number
 of held-out samples is what the rest of the time allows, by the speed of the first ones; stages that cannot end in time are left out.
 Each stage writes its folder and is not repeated: called again, the command continues. The judge of the held-out samples is that of
-training; the table has a second one, which training has not seen.
+training; the table has a second one, which training has not seen. With `--store FILE` the numbers of the table, without the texts, are
+added to a file, which may have runs of other machines.
 """
 
 import argparse
@@ -22,22 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from trl_repulse.evaluation.comparison import paired_interval
 from trl_repulse.evaluation.records import COMPLETE, SampleSet, load_samples
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
-from trl_repulse.evaluation.tails import cvar, prob_below
 
-from . import judge
+from . import judge, results
 
 
-THRESHOLDS = (0.0, -2.0, -4.0)
-SECOND_THRESHOLD = -0.8  # of `judge.sentiment`
 LENGTH, N, LEARNING_RATE, BETA = 20, 5, 3e-5, 0.2
 ON_ACCELERATOR = torch.accelerator.is_available()
 # Completions of an update. A pass over few rows takes an accelerator as long as one over many
@@ -212,7 +209,7 @@ def race(options: argparse.Namespace) -> None:
             took = time.monotonic() - begun
             longest[kind] = max(longest[kind], took)
             print(f"{kind} {run.folder.name}: {took:.0f} s, {cost or ''}", flush=True)
-    print_table(options.out)
+    show(options)
 
 
 def samples_that_fit(options: argparse.Namespace, left: float) -> int:
@@ -229,63 +226,27 @@ def samples_that_fit(options: argparse.Namespace, left: float) -> int:
     return json.loads(plan.read_text(encoding="utf-8"))
 
 
-def columns(samples: SampleSet) -> dict[str, np.ndarray]:
-    """What the table has of samples, (P, n) each."""
-    rewards = samples.column()
-    texts = samples.table["completion"].to_pylist()
-    second = np.array(judge.sentiment(texts)).reshape(rewards.shape)
-    found = {"reward": rewards} | {f"P(r < {at:g})": rewards < at for at in THRESHOLDS}
-    found["P(second judge < -0.8)"] = second < SECOND_THRESHOLD
-    zeros = np.zeros_like(rewards)  # the initial policy is its own reference
-    found["KL, nats"] = samples.column("kl") if "kl" in samples.table.column_names else zeros
-    found["finished"] = samples.table["ended"].to_numpy().reshape(rewards.shape).astype(bool)
-    return found
+def rows_of(out: Path) -> list[results.Row]:
+    """The rows of all finished runs of a folder."""
+    rows = []
+    for folder in sorted(path.parent for path in out.glob("*/samples") if (path / COMPLETE).is_file()):
+        cost = cost_of(folder) or {"method": "initial policy", "seed": 0, "completions": 0, "seconds": 0.0}
+        rows.append(results.summarize(load_samples(folder / "samples"), cost))
+    return rows
 
 
-def print_table(out: Path) -> None:
-    """A table of all finished runs, methods pooled over seeds, and their paired differences from REINFORCE."""
-    arms: dict[str, list[tuple[dict[str, Any], SampleSet]]] = {}
-    finished = sorted(path.parent for path in out.glob("*/samples") if (path / COMPLETE).is_file())
-    for folder in finished:
-        cost = cost_of(folder) or {"method": "initial policy", "completions": 0, "seconds": 0.0}
-        arms.setdefault(cost["method"], []).append((cost, load_samples(folder / "samples")))
-    order = ["initial policy", *METHODS]
-    pooled: dict[str, dict[str, np.ndarray]] = {}
-    print("| method | seeds | completions | seconds | reward |", end="")
-    print("".join(f" P(r < {at:g}) |" for at in THRESHOLDS), "CVaR 1 % | P(second judge bad) | KL, nats | finished |")
-    print("|---" * (9 + len(THRESHOLDS)) + "|")
-    for method in sorted(arms, key=order.index):
-        several = [columns(samples) for _, samples in arms[method]]
-        cells = pooled[method] = {name: np.concatenate([x[name] for x in several], axis=1) for name in several[0]}
-        costs = [cost for cost, _ in arms[method]]
-        row = [method, str(len(costs)), f"{costs[0]['completions']:,}"]
-        row += [f"{np.mean([cost['seconds'] for cost in costs]):,.0f}", f"{cells['reward'].mean():.2f}"]
-        row += [with_interval(cells["reward"], at) for at in THRESHOLDS]
-        row += [f"{cvar(cells['reward'], 0.01).value:.2f}"]
-        row += [with_interval(np.where(cells["P(second judge < -0.8)"], -1.0, 1.0), 0.0)]
-        row += [f"{cells['KL, nats'].mean():.2f}", f"{cells['finished'].mean():.2f}"]
-        print(f"| {' | '.join(row)} |")
-    base = pooled.get("REINFORCE")
-    for method, cells in pooled.items():
-        if base is not None and method not in ("REINFORCE", "initial policy"):
-            parts = []
-            for name, values in cells.items():
-                low, high = paired_interval(base[name], values)
-                parts.append(f"{name} {values.mean() - base[name].mean():+.2g} ({low:.2g} to {high:.2g})")
-            print(f"\n{method} − REINFORCE, paired 95 % intervals over prompts: {'; '.join(parts)}.")
-
-
-def with_interval(rewards: np.ndarray, threshold: float) -> str:
-    """P(r < threshold) with Clopper and Pearson's 95 % interval, for these prompts."""
-    it = prob_below(rewards, threshold)
-    return f"{it.value:.1e} ({it.low:.1e} to {it.high:.1e})"
+def show(options: argparse.Namespace) -> None:
+    """Prints the table of what the folder has, and of all that the store has, if there is one."""
+    rows = [] if options.out is None else rows_of(options.out)
+    results.print_table(rows if options.store is None else results.add(options.store, rows), list(METHODS))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("world", type=Path, help="folder of `benchmarks.real_chat.build`")
+    parser.add_argument("world", type=Path, nargs="?", help="folder of `benchmarks.real_chat.build`")
+    parser.add_argument("--out", type=Path, help="folder of the results; called again, it continues there")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the results; called again, it continues there"
+        "--store", type=Path, help="JSON file to which the results are added; the table is of all in it"
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[:4])
     parser.add_argument("--minutes", type=float, help="end in this time")
@@ -295,8 +256,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     options = parser.parse_args(argv)
     if options.table:
-        print_table(options.out)
+        show(options)
         return
+    if options.world is None or options.out is None:
+        parser.error("without `--table` give the folder of the world, and `--out`")
     logging.set_verbosity_error()
     options.out.mkdir(parents=True, exist_ok=True)
     race(options)

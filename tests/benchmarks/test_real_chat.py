@@ -9,13 +9,17 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import step_cost
-from benchmarks.real_chat import build, judge, prototype, race
+from benchmarks.real_chat import build, figure, judge, prototype, race, results
 from trl_repulse.cli import methods
 from trl_repulse.cli.main import main
+from trl_repulse.evaluation.comparison import paired_interval
+from trl_repulse.evaluation.records import load_samples
+from trl_repulse.evaluation.tails import cvar
 
 from ..conftest import WORDS, build_model, build_tokenizer
 
@@ -85,7 +89,7 @@ def test_stages_are_done_once_and_in_order(world, tmp_path, capsys):
     assert [cost["completions"] for cost in costs] == [20, 20]
     rows = [line for line in said.splitlines() if line.startswith(("| initial", "| REINFORCE", "| RePULSe"))]
     assert len(rows) == 3 and len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
-    assert "RePULSe − REINFORCE, paired" in said
+    assert "RePULSe − REINFORCE, 20 completions on" in said
     race.main(argv)  # nothing is done again
     again = capsys.readouterr().out
     assert not any(line.startswith(("train", "evaluate")) for line in again.splitlines())
@@ -115,7 +119,7 @@ def test_minutes(world, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(race, "train", train)
     monkeypatch.setattr(race, "evaluate", evaluate)
-    monkeypatch.setattr(race, "print_table", lambda out: None)
+    monkeypatch.setattr(race, "show", lambda options: None)
     methods = ["--methods", "REINFORCE", "RePULSe", "GRPO"]
     race.main([str(world), "--out", str(out), "--minutes", "9", "--samples", "770", *methods])
     assert trained == [("REINFORCE", 100_000, 135.0), ("RePULSe", 700, None)]
@@ -126,6 +130,72 @@ def test_minutes(world, tmp_path, capsys, monkeypatch):
     clock.now = 0.0
     race.main([str(world), "--out", str(out), "--minutes", "9", "--samples", "770", *methods])
     assert trained[2:] == [("GRPO", 700, None)] and evaluated[-1] == ("GRPO-seed0", arms[0][1])
+
+
+def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch):
+    """Without the texts; runs of another machine have a table of their own."""
+    monkeypatch.setattr(
+        judge, "reward", lambda completions, **_: [len(x[-1]["content"]) % 7 - 3.3 for x in completions]
+    )
+    monkeypatch.setattr(judge, "sentiment", lambda texts: [-1.0 if text[:1] < "d" else 0.0 for text in texts])
+    out, store = tmp_path / "out", tmp_path / "kept.json"
+    runs = [
+        ("initial", None),
+        *((f"{method}-{seed}", (method, seed)) for method in ("REINFORCE", "GRPO") for seed in (0, 1)),
+    ]
+    for seed, (name, run) in enumerate(runs):
+        race.evaluate(world, world / "policy", out / name / "samples", 40, seed)
+        if run is not None:
+            cost = {"method": run[0], "seed": run[1], "completions": 20, "seconds": 7.0, "threads": 1}
+            (out / name / "cost.json").write_text(json.dumps(cost))
+    race.main(["--out", str(out), "--table"])
+    printed = capsys.readouterr().out
+    for _ in range(2):  # nothing is added twice
+        race.main(["--out", str(out), "--store", str(store), "--table"])
+        assert capsys.readouterr().out == printed
+    race.main(["--store", str(store), "--table"])
+    assert capsys.readouterr().out == printed and len(results.read(store)) == 5
+    assert (
+        printed.count("| REINFORCE | 2 | 20 | 7 |") == 1
+        and printed.count("GRPO − REINFORCE, 20 completions on cpu") == 1
+    )
+
+    kept = {(row["method"], row["seed"]): row for row in results.read(store)}
+    both = {}
+    for method in ("REINFORCE", "GRPO"):
+        samples = [load_samples(out / f"{method}-{seed}" / "samples") for seed in (0, 1)]
+        rewards = [x.column() for x in samples]
+        for seed in (0, 1):
+            assert results._cvar(kept[method, seed]) == pytest.approx(cvar(rewards[seed], 0.01).value, abs=1e-3)
+        both[method] = rewards = np.concatenate(rewards, axis=1)
+        line = next(line for line in printed.splitlines() if line.startswith(f"| {method}"))
+        second = np.mean([text[:1] < "d" for x in samples for text in x.table["completion"].to_pylist()])
+        assert f"| {rewards.mean():.2f} | {(rewards < 0).mean():.1e} (" in line and f"| {second:.1e} (" in line
+    assert len(store.read_text()) < 20_000 and 'completion"' not in store.read_text()
+    for name, of in (("reward", lambda x: x), ("P(r < 0)", lambda x: x < 0)):
+        low, high = paired_interval(of(both["REINFORCE"]), of(both["GRPO"]))
+        assert (
+            f"{name} {of(both['GRPO']).mean() - of(both['REINFORCE']).mean():+.2g} ({low:.2g} to {high:.2g})"
+            in printed
+        )
+
+    other = [row | {"device": "cuda", "completions": row["completions"] and 100} for row in results.read(store)]
+    results.print_table(results.add(store, other), list(race.METHODS))
+    printed = capsys.readouterr().out
+    assert printed.count("| REINFORCE | 2 | 20 |") == printed.count("| REINFORCE | 2 | 100 |") == 1
+    assert printed.count(" completions on ") == 2
+
+
+def test_figure(tmp_path):
+    logs = [{"step": step, "reward": 3.0 + step, "kl": 0.1, "completions/mean_length": 20.0} for step in (10, 20)]
+    for name, seconds in (("reinforce", 100.0), ("repulse", 300.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": [*logs, {"step": 20}]}))
+        kept = {"method": name, "seconds": seconds, "policy_updates": 20}
+        (tmp_path / name / "results.json").write_text(json.dumps(kept))
+    assert figure.curves(tmp_path / "repulse") == ("repulse", [(150.0, 13.0, 2.0), (300.0, 23.0, 2.0)])
+    figure.main([str(tmp_path / "reinforce"), str(tmp_path / "repulse"), "--output", str(tmp_path / "new" / "x.png")])
+    assert (tmp_path / "new" / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.trainer

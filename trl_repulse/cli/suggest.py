@@ -229,10 +229,12 @@ class _Policy:
     def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]):
         from ..data._checks import check_prompt_lengths
         from ..evaluation._generation import prompt_tokens
+        from ..generation._probe import probe_shared
 
         self.args, self.model, self.tokenizer, self.prompts, self.reward = args, model, tokenizer, prompts, reward
         self.ids = prompt_tokens(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
         check_prompt_lengths(self.ids, prompts["prompt"][:], model.config, args.max_completion_length)
+        self.guard = probe_shared(model)
 
     def draw(self, places: list[int], seed: int, sampler: Any) -> tuple[list[list[int]], list[str], np.ndarray]:
         """Tokens, texts and rewards of a completion of each prompt."""
@@ -244,7 +246,7 @@ class _Policy:
 
         rows, sizes = [self.ids[place] for place in places], (self.args.max_completion_length, self.args.batch_size)
         with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
-            engine = transformers_engine(self.model, self.tokenizer, *sizes, on_drawn=bar.update)
+            engine = transformers_engine(self.model, self.tokenizer, *sizes, on_drawn=bar.update, guard=self.guard)
             with rows_drawn_by(self.model, [True], sampler):
                 tokens = engine(rows, seed)
         texts = completion_texts(self.tokenizer, self.prompts[places]["prompt"], rows, tokens)
@@ -264,7 +266,10 @@ class _Policy:
         from ..evaluation.log_probs import completion_log_probs
 
         rows = [self.ids[place] for place in places]
-        return completion_log_probs(self.model, rows, tokens, self.args.batch_size, sampler=sampler)[0].numpy()
+        log_p, _ = completion_log_probs(
+            self.model, rows, tokens, self.args.batch_size, sampler=sampler, guard=self.guard
+        )
+        return log_p.numpy()
 
 
 def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]) -> Measured:

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..data._prompts import check_template_variables, render
 from ..engine.reward_functions import with_checks
 from ..engine.trl_bridge import is_async_callable
-from ..generation._probe import Guard, probe
+from ..generation._probe import Guard, probe_shared
 from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens, until_end
 from ..generation.transformers_generator import draw
@@ -124,7 +124,7 @@ def transformers_engine(
             "Neither model nor tokenizer has an end token: each completion has `max_completion_length` tokens. Set "
             "`tokenizer.eos_token` if completions are to end."
         )
-    device, guard = next(model.parameters()).device, guard or probe(model)
+    device, guard = next(model.parameters()).device, guard or probe_shared(model)
     settings = {"max_new_tokens": max_completion_length, "temperature": temperature, "eos_token_id": end or None}
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..data._texts import completion_texts
 from ..engine.diagnosis import AT_ONCE, diagnose
 from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
+from ..generation._probe import probe
 from ..rewards.functions import FunctionReward
 from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
 from .records import readable
@@ -172,7 +174,8 @@ def draw_completions(
     if isinstance(wrapped, FullyShardedDataParallel):
         whole = FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
     with unwrapped_for_generation(trainer) as model, whole:
-        engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size)
+        guard = replace(probe(model), repeat_cache=False)  # processes that share weights make as many passes each
+        engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size, guard=guard)
         own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
         ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
     texts = completion_texts(trainer.processing_class, prompts, [prompt_ids[prompt] for prompt in chosen], ids)

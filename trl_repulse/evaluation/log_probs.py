@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,8 +20,8 @@ from ..data._checks import check_prompt_lengths
 from ..data._prompts import prompt_fault
 from ..data._tables import read_json_lines
 from ..data._texts import completion_tokens
-from ..generation._probe import probe
-from ..generation.drawing import POLICY, Sampler, batches, padded_outputs
+from ..generation._probe import Guard, probe_shared
+from ..generation.drawing import POLICY, Sampler, batches, logits_after_prompts, padded_outputs
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
 from ._generation import prompt_text, prompt_tokens
@@ -31,6 +32,9 @@ def log_mean_exp(log_prob: torch.Tensor) -> float:
     return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
+_AT_ONCE = 2**22  # logits in float32: those of a large vocabulary leave the cache of a CPU
+
+
 def completion_log_probs(
     model: nn.Module,
     prompt_ids: Sequence[Sequence[int]],
@@ -38,12 +42,14 @@ def completion_log_probs(
     batch_size: int = 32,
     progress: bool = False,
     sampler: Sampler = POLICY,
+    guard: Guard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Log-probability of each of B completions after its prompt, and the summed entropy of the next-token distributions.
 
-    End-of-sequence tokens count. Prompts are padded on the left; models whose predictions depend on masked padding get
-    prompts of one length in each pass. The model runs in its own precision, the rest in float32, and sums in float64.
+    End-of-sequence tokens count. Prompts are padded on the left, and each is read once in a pass for all of its completions.
+    Models whose predictions depend on masked padding get prompts of one length in each pass; those whose cache cannot be
+    continued read each prompt with each completion. The model runs in its own precision, the rest in float32, and sums in float64.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
@@ -51,9 +57,10 @@ def completion_log_probs(
         prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
             Tokens of each prompt, at least one, and of each completion.
         batch_size (`int`, *optional*, defaults to `32`):
-            Completions per pass; each takes 12·T·V bytes beside the model and its activations.
+            Completions per pass; each takes at most 4·T·V bytes beside the model and its activations.
         progress (`bool`, *optional*, defaults to `False`): Whether to show a progress bar.
         sampler ([`~trl_repulse.generation.drawing.Sampler`], *optional*): What drew, if not the model as it is.
+        guard ([`~trl_repulse.generation._probe.Guard`], *optional*): What `probe_shared` has found out, by default here.
 
     Returns:
         `tuple` of two `torch.Tensor` of shape `(B,)`, float64, on the CPU: log-probabilities, and sums of the
@@ -61,17 +68,17 @@ def completion_log_probs(
         estimate the entropy of its completions; the second varies less.
 
     Raises:
-        `ValueError`: If a prompt is empty, the model is not causal, or a log-probability is NaN.
+        `ValueError`: If a prompt is empty, the model is not causal or mixes the rows of a batch, or a log-probability is NaN.
     """
     if not all(len(ids) for ids in prompt_ids):
         raise ValueError("A prompt has no token; give each at least one.")
     check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
-    equal = len({len(ids) for ids in prompt_ids}) > 1 and probe(model, samples=False).score_by_length
+    guard = guard or probe_shared(model, samples=False)
     with in_mode(model, training=False), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
-        for chosen in batches(prompt_ids, batch_size, equal):
+        for chosen in batches(prompt_ids, batch_size, guard.score_by_length):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
-            log_prob[chosen], entropy[chosen] = _score(model, *rows, sampler)
+            log_prob[chosen], entropy[chosen] = _score(model, *rows, sampler, guard.share_prompts)
             bar.update(len(chosen))
     if bool(log_prob.isnan().any()):
         raise ValueError("The model gives log-probabilities that are not numbers; check its weights and precision.")
@@ -79,28 +86,44 @@ def completion_log_probs(
 
 
 def _score(
-    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], sampler: Sampler
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    sampler: Sampler,
+    share: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities and entropies of one batch, each (B,)."""
+    """Log-probabilities and entropies of one batch, each (B,). `share` says whether a prompt may be read once."""
     device = next(model.parameters()).device
-    width = max(map(len, completions))  # T
-    if width == 0:
+    if not any(map(len, completions)):
         return torch.zeros(2, len(prompts), dtype=torch.float64).unbind()
-    longest = max(map(len, prompts))  # L
-    ids = torch.zeros(len(prompts), longest + width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        span = slice(longest - len(prompt), longest + len(completion))
-        ids[row, span] = torch.tensor([*prompt, *completion])
-        mask[row, span] = 1
-    ids, mask = ids.to(device), mask.to(device)
-    logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits
-    log_p = sampler(logits[:, :-1].float()).log_softmax(dim=-1)  # (B, T, V)
-    counted = mask[:, -width:] == 0
-    token = log_p.gather(-1, ids[:, -width:].unsqueeze(-1)).squeeze(-1)  # (B, T)
+    numbers: dict[tuple[int, ...], int] = {}  # of the distinct prompts
+    of_row = torch.tensor([numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts], device=device)
+    before, after = _padded(list(numbers), "left", device), _padded(completions, "right", device)
+    if share and len(numbers) < len(prompts) and before[0].size(1) > 1:
+        logits = logits_after_prompts(model, before, of_row, after)
+    else:
+        ids, mask = (torch.cat([x[of_row], y], dim=1) for x, y in zip(before, after, strict=True))
+        width = after[0].size(1)
+        logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits[:, :-1]
+    rows = max(1, _AT_ONCE // logits[0].numel())
+    parts = zip(*(x.split(rows) for x in (logits, *after)), strict=True)
+    return torch.cat([_sums(sampler(part.float()), *rest) for part, *rest in parts], dim=1).cpu().unbind()
+
+
+def _sums(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities and entropies (2, B) of completions from their logits (B, T, V), tokens and mask (B, T)."""
+    log_p = logits.log_softmax(dim=-1)
+    token = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, T)
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0
-    both = torch.stack([token, entropy]).masked_fill(counted, 0.0)  # (2, B, T)
-    return both.double().sum(dim=-1).cpu().unbind()
+    return torch.stack([token, entropy]).masked_fill(mask == 0, 0.0).double().sum(dim=-1)
+
+
+def _padded(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of tokens, padded on one side, and their mask, (B, L) each."""
+    tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    marks = [torch.ones_like(tensor) for tensor in tensors]
+    ids, mask = (pad_sequence(x, batch_first=True, padding_side=side) for x in (tensors, marks))
+    return ids, mask
 
 
 @dataclass(frozen=True)

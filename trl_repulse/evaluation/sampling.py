@@ -24,6 +24,7 @@ from ..configs._checks import check_choices, check_transform, require, require_a
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
+from ..generation._probe import probe_shared
 from ..math.objective import transform_rewards
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
@@ -251,13 +252,17 @@ def sample_completions(
                 warn_of_name(folder, each)
     done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
     bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
-    if missing and settings.engine == "vllm":
+    draws = settings.engine == "transformers"
+    guards = [
+        probe_shared(each, draws and each is model) for each in (model, reference) if missing and each is not None
+    ]
+    if missing and not draws:
         dtype = str(model.dtype).removeprefix("torch.")  # by default vLLM turns float32 into half precision
         options = (settings.max_completion_length, dtype, settings.revision)
         engine = vllm_engine(name, end, *options, **(code if trust_remote_code else {}) | engine_kwargs)
     elif missing:
         options = (settings.max_completion_length, settings.batch_size)
-        engine = transformers_engine(model, tokenizer, *options, on_drawn=bar.update)
+        engine = transformers_engine(model, tokenizer, *options, on_drawn=bar.update, guard=guards[0])
     with bar:
         for number, size in missing.items():
             start = number * settings.shard_size
@@ -268,7 +273,9 @@ def sample_completions(
             bar.update(done + size - bar.n)  # vLLM draws all at once
             done += size
             bar.set_description("scoring")
-            table = _shard_table(dataset, tokenizer, model, reference, settings, functions, places, ids, completions)
+            table = _shard_table(
+                dataset, tokenizer, model, reference, settings, functions, places, ids, completions, guards
+            )
             records.write_shard(folder, number, table)
     state.wait_for_everyone()
     if state.is_main_process and not (folder / records.COMPLETE).is_file():
@@ -301,14 +308,14 @@ def _shard_seed(settings: SamplingSettings, number: int, weights: str) -> int:
 
 
 def _shard_table(
-    dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids
+    dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids, guards
 ) -> pa.Table:
     """The rows of one shard."""
     chosen = dataset[[prompt for prompt, _ in places]]
     prompts = chosen.pop("prompt")
     texts = completion_texts(tokenizer, prompts, prompt_ids, completion_ids)
     end = set(end_tokens(model, tokenizer))
-    log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size)
+    log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size, guard=guards[0])
     rewards = evaluate_rewards(
         {name: function for name, (function, _) in functions.items()},
         *(prompts, texts, completion_ids, chosen, settings.batch_size),
@@ -339,7 +346,9 @@ def _shard_table(
         columns["messages"] = pa.array([json.dumps(prompt, ensure_ascii=False) for prompt in prompts], pa.string())
     kl = torch.zeros_like(reward)
     if reference is not None:
-        log_prob_reference, _ = completion_log_probs(reference, prompt_ids, completion_ids, settings.batch_size)
+        log_prob_reference, _ = completion_log_probs(
+            reference, prompt_ids, completion_ids, settings.batch_size, guard=guards[1]
+        )
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
     penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL would be NaN

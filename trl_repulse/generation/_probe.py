@@ -9,7 +9,7 @@ Axis letters: B rows, L tokens of a row, S sampled tokens, V vocabulary (or feat
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -19,7 +19,12 @@ from transformers.utils import logging
 
 from ..models._adapters import base_of, undisturbed
 from ..models._model_checks import vocab_size
-from .drawing import padded_outputs, prompts_read_once, without_generation_defaults
+from .drawing import (
+    logits_after_prompts,
+    padded_outputs,
+    prompts_read_once,
+    without_generation_defaults,
+)
 
 
 logger = logging.get_logger(__name__)
@@ -107,6 +112,24 @@ def probe(
             f"{' and '.join(remedies)}, which takes longer."
         )
     return guard
+
+
+def probe_shared(model: nn.Module, samples: bool = True, generation_config: GenerationConfig | None = None) -> Guard:
+    """As [`probe`] in evaluation mode, and whether a prompt may be read once for all of its completions: `repeat_cache` says so of
+    [`~trl_repulse.generation.drawing.prompts_read_once`], `share_prompts` of [`~trl_repulse.generation.drawing.logits_after_prompts`]."""
+    config = generation_config or GenerationConfig()
+    guard, read = probe(model, samples=samples, generation_config=config), _log_probs(model)
+
+    def read_rows(ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(ids), device=ids.device).repeat_interleave(tokens.size(1))
+        logits = logits_after_prompts(model, (ids, mask), rows, (tokens.flatten(0, 1), real.flatten(0, 1)))
+        return logits.float().log_softmax(dim=-1)
+
+    return replace(
+        guard,
+        repeat_cache=samples and guard.use_cache and reads_prompts_once(model, False, config),
+        share_prompts=shares_prompts(model, False, lambda ids, _: read(ids, None), read_rows),
+    )
 
 
 def probe_values(model: nn.Module) -> Guard:

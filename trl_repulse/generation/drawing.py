@@ -52,9 +52,9 @@ def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, en
 
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
-    """Outputs for left-padded rows, with positions from the first real token."""
+    """Outputs for left-padded rows, or for the last tokens of such rows, with positions from the first real token."""
     if "position_ids" in _facts(model)[1]:
-        options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+        options["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.size(1) :]
     return model(input_ids=ids, attention_mask=mask, **options)
 
 
@@ -195,6 +195,29 @@ def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, Any]:
     return {_NAMES["cache" not in _facts(model)[1]]: cache, "use_cache": cache is not None}
 
 
+def _read_once(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> DynamicCache:
+    """The cache of left-padded prompts (P, L) without their last tokens, for rows (B,) that have a prompt each."""
+    cache = growing_cache(model)
+    last = {"logits_to_keep": 1} if "logits_to_keep" in _facts(model)[1] else {}
+    padded_outputs(model, ids[:, :-1], mask[:, :-1], **with_cache(model, cache), **last)
+    cache.batch_select_indices(rows)
+    return cache
+
+
+def logits_after_prompts(
+    model: nn.Module, prompts: tuple[torch.Tensor, ...], rows: torch.Tensor, completions: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """
+    Logits (B, T, V) of completions, whose prompts go through the model once each: tokens and mask of left-padded prompts, (P, L) with
+    L > 1, the prompt of each completion, (B,), and tokens and mask of right-padded completions, (B, T).
+    """
+    cache = _read_once(model, *prompts, rows)
+    # The last token of a prompt and all but the last of a completion predict the completion
+    ids = torch.cat([prompts[0][rows, -1:], completions[0][:, :-1]], dim=1)
+    mask = torch.cat([prompts[1][rows], completions[1][:, :-1]], dim=1)
+    return padded_outputs(model, ids, mask, **with_cache(model, cache)).logits
+
+
 def to_generate(cache: Cache) -> dict[str, Cache]:
     """Arguments of `generate` that continue from a cache."""
     return {_IN_GENERATE: cache}
@@ -231,10 +254,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
         new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
         if not everywhere(ids.size(1) > 1 and not bool(new.all())):
             return generate(**kwargs)
-        cache = growing_cache(base)
-        last = {"logits_to_keep": 1} if "logits_to_keep" in _facts(base)[1] else {}
-        padded_outputs(base, ids[new, :-1], mask[new, :-1], **with_cache(base, cache), **last)
-        cache.batch_select_indices(new.cumsum(dim=0) - 1)
+        cache = _read_once(base, ids[new], mask[new], new.cumsum(dim=0) - 1)
         return generate(**kwargs | to_generate(cache))
 
     with generating_by(base, generate_from_cache):

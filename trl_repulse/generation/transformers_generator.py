@@ -1,5 +1,6 @@
 """Sampling from several named models with transformers."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,17 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..data._prompts import check_conversations
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
-from ._probe import Guard, probe
+from ._probe import Guard, probe_shared
 from .completions import Completion, group_completions, tokenize
-from .drawing import batches, drawn_by_inversion, end_tokens, padding_token, until_end, without_generation_defaults
+from .drawing import (
+    batches,
+    drawn_by_inversion,
+    end_tokens,
+    padding_token,
+    prompts_read_once,
+    until_end,
+    without_generation_defaults,
+)
 
 
 def draw(
@@ -25,7 +34,8 @@ def draw(
 ) -> list[list[int]]:
     """
     A completion of each prompt, up to its end token, from all tokens at temperature 1 unless `settings` of
-    [`~transformers.GenerationConfig`] say otherwise. `on_drawn` gets the number of completions of each batch.
+    [`~transformers.GenerationConfig`] say otherwise. `on_drawn` gets the number of completions of each batch. Neighbours with the
+    same prompt have it read once, where `guard` allows it.
     """
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     settings = {"eos_token_id": end_tokens(model, tokenizer) or None} | settings
@@ -35,7 +45,8 @@ def draw(
     config = GenerationConfig(**{"pad_token_id": padding_token(model, tokenizer, end)} | settings)
     pad, device = config.pad_token_id or 0, next(model.parameters()).device
     rows: list[list[int]] = [[] for _ in prompt_ids]
-    with in_mode(model, training=False), without_generation_defaults(model), drawn_by_inversion(model):
+    once = prompts_read_once(model) if guard.repeat_cache else contextlib.nullcontext()
+    with in_mode(model, training=False), without_generation_defaults(model), drawn_by_inversion(model), once:
         for chosen in batches(prompt_ids, batch_size, guard.sample_by_length):
             width = max(len(prompt_ids[i]) for i in chosen)
             padding = [width - len(prompt_ids[i]) for i in chosen]
@@ -121,6 +132,6 @@ class TransformersGenerator:
         check_conversations(prompts, "`prompts`")
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
         if model not in self._guards:
-            self._guards[model] = probe(lm, generation_config=GenerationConfig(**self._settings))
+            self._guards[model] = probe_shared(lm, generation_config=GenerationConfig(**self._settings))
         drawn = draw(lm, self.tokenizer, rows, self._guards[model], self.batch_size, **self._settings)
         return group_completions(self.tokenizer, prompts, rows, drawn, model, version=0)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
-from ...generation._probe import probe
+from ...generation._probe import probe_shared
 from ...generation.drawing import end_tokens
 from ...models._adapters import in_mode
 from ...models._model_checks import check_causal
@@ -141,7 +141,7 @@ def draw(
         state.split_between_processes(units) as mine,
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
-        guards = {key: probe(model) for key, model in models.items()}
+        guards = {key: probe_shared(model) for key, model in models.items()}
         engines = {
             key: transformers_engine(
                 *(model, tokenizer, max_completion_length, batch_size),
