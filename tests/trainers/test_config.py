@@ -4,12 +4,13 @@ import dataclasses
 import pickle
 
 import pytest
+from accelerate.logging import MultiProcessAdapter
 from transformers import HfArgumentParser
 from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig, _checks
+from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
 from trl_repulse.configs.shared_config import documented, without_secrets
 
 
@@ -508,7 +509,7 @@ def test_without_a_negative_term_its_schedule_may_stay():
 )
 def test_the_configurations_precision_wins_over_the_launchers(tmp_path, monkeypatch, config_cls, launched, own, used):
     said = []
-    monkeypatch.setattr(_checks.logger, "warning_once", said.append)
+    monkeypatch.setattr(MultiProcessAdapter, "warning_once", lambda self, text: said.append(text))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     assert config_cls(str(tmp_path), use_cpu=True, **own).mixed_precision == used
     assert len(said) == (launched not in ("no", used))  # names both

@@ -40,8 +40,6 @@ class Trace(TrainerCallback):
             name in ("gather", "reduce", "gather_object", "pad_across_processes")
             and "accelerate" in frame.f_code.co_filename
         ):
-            while Path(caller.f_code.co_filename).parent.name in ("accelerate", "utils", "contextlib.py"):
-                caller = caller.f_back
             if caller.f_code.co_filename.startswith(PACKAGE):
                 self.collectives.append(f"{caller.f_code.co_qualname}: {name}")
         if not frame.f_code.co_filename.startswith(PACKAGE):
