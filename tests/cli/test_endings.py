@@ -140,7 +140,7 @@ def test_training_ends_with_its_launcher(monkeypatch, ended):
 def test_no_process_survives_its_launcher(tmp_path, number):
     command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--output_dir", str(tmp_path)]
     launched = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (children := launched.children()):
+    while not (children := [child for child in launched.children() if "trl_repulse.cli.train" in child.cmdline()]):
         time.sleep(0.1)
     launched.send_signal(number)
     assert launched.wait() == (-number if number == signal.SIGKILL else 128 + number)

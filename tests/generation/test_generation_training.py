@@ -18,10 +18,12 @@ from trl_repulse.trainers import _grpo_loss as _rows
 from ..vllm_double import LLM, build_engine
 
 
-@contextlib.contextmanager
-def apart(*args):
-    """In place of `Drawing.together`: extra samples are drawn in a call of their own."""
-    yield
+TOGETHER = Drawing.together
+
+
+def apart(self, *args):
+    """In place of `Drawing.together`: without an engine, extra samples are drawn in a call of their own."""
+    return TOGETHER(self, *args) if self._trainer.use_vllm else contextlib.nullcontext()
 
 
 class DrawingLLM(LLM):

@@ -5,9 +5,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from importlib.machinery import PathFinder
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,31 @@ def without_torch(function: Callable[..., Any], *args: Any) -> Any:
     fails otherwise than with a `ValueError`, and where torch is imported already, it is called here.
     """
     if {"torch", "transformers"}.isdisjoint(sys.modules):
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_call, args=(sender, function, args))
+        process.start()
+        sender.close()
         try:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), _hide) as pool:
-                return pool.submit(function, *args).result()
-        except ValueError:
-            raise
-        except Exception:  # such as that of an import which needs torch
-            pass
+            value, error = receiver.recv()
+        except EOFError:
+            value, error = None, RuntimeError()
+        process.join()
+        if isinstance(error, ValueError):
+            raise error
+        if error is None:
+            return value
     return function(*args)
 
 
-def _hide() -> None:
+def _call(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Sends what a function returns or raises; an import which needs torch raises, too. It ends by itself, whatever its parent does."""
     sys.modules |= dict.fromkeys(_HIDDEN)
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
+    try:
+        sender.send((function(*args), None))
+    except Exception as error:
+        sender.send((None, error))
 
 
 def read_early(command: str, argv: list[str]) -> str:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import is_peft_model, set_seed
 from transformers import AutoConfig, TrainerCallback
 
-from ..generation import VLLMGenerator
-from ..generation._engine import engine_options
+from ..generation import VLLMGenerator, _engine
 from .second_model import Adapter, SecondModel
 
 
@@ -48,7 +47,7 @@ def engine_of(args: Any, model: Any, adapters: list["PeftConfig | None"]) -> Ite
         dtype = str(model.dtype)
     if not isinstance(model, str) and is_peft_model(model):
         adapters = [*adapters, *model.peft_config.values()]
-    with engine_options(dtype.removeprefix("torch."), [config for config in adapters if config is not None]):
+    with _engine.engine_options(dtype.removeprefix("torch."), [config for config in adapters if config is not None]):
         yield
 
 
