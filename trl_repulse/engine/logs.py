@@ -305,6 +305,10 @@ class Logs:
         named = {f"{self.prefix}{name}": statistic for name, statistic in statistics.items()}
         self._waiting.append((named, [Moments.of(x) for x in values]))
 
+    def drop(self) -> None:
+        """Forgets what waits, as after a step that failed."""
+        self._waiting.clear()
+
     def flush(self) -> None:
         """Gathers and records what waits. A collective call."""
         waiting, self._waiting = self._waiting, []

@@ -255,7 +255,7 @@ def sampling_from(
                 config.temperature = own_temperature * sampler.temperature
                 if sampler.bias is not None:
                     sampled = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-                    stack.enter_context(rows_drawn_by(sampled, [True], Sampler(bias=sampler.bias)))
+                    stack.enter_context(rows_drawn_by(sampled, [True], Sampler(bias=sampler.head_bias)))
             yield
     finally:
         if config is not None:

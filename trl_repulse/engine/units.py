@@ -1,6 +1,6 @@
 """One batch, typed: what was drawn, by which sampler, with which rewards, log-probabilities and weights.
 
-This is the only file that spells the keys of the dictionaries that TRL shuffles, splits and buffers.
+This is the only file that spells the keys of the dictionaries that REINFORCE and RePULSe give TRL to shuffle, split and buffer.
 
 Axis letters: P prompts, N policy samples and K extra samples of a prompt, L prompt tokens, T completion tokens. U units of a buffer,
 each of n policy samples and m extra samples of one prompt: all of them (n = N) where a micro-batch holds whole prompts, and one

@@ -269,8 +269,8 @@ class SamplerChoice:
 
     def load_state(self, state: dict[str, Any], sums: torch.Tensor) -> None:
         """Restores what [`state`] gave, and the effects' sums."""
-        self._rewards.extend(state["rewards"])
-        self._finds.extend(state["finds"])
+        self._rewards = deque(state["rewards"], maxlen=_REWARDS)
+        self._finds = deque(state["finds"], maxlen=_FINDS)
         self._new, self.index, self.effects.sums = state["new"], state["index"], sums
         self.counts = np.array(state["counts"])
         self._random.bit_generator.state = state["random"]

@@ -83,6 +83,8 @@ class LearnedProposal(ExtraSamplesTerm):
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
         """As [`NegativeTerm.score`]: log-probabilities under the proposal, with gradient where it learns now."""
         learns = self._learns_from(shape)
+        if not learns and units.extra_samples.drawn_log_p is not None:
+            return super().score(units, scores, shape)
         with self.proposal.gradient_sync(not learns or self.services.accelerator.sync_gradients):
             scores = replace(scores, proposal=self._log_q(units, shape, gradient=learns))
         return super().score(units, scores, shape)

@@ -51,7 +51,7 @@ class Services:
     Args:
         args ([`~trl_repulse.configs.NegativeTermConfig`]): The trainer's configuration.
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
-        model (`torch.nn.Module`): The policy.
+        policy (`Callable`): Gives the policy, which FSDP replaces when training begins.
         drawing ([`Drawing`]), scoring ([`Scoring`]), logs ([`Logs`]): What draws, scores and records.
         engine ([`~trl_repulse.generation.VLLMGenerator`], *optional*): The vLLM engine.
         constraint ([`Constraint`], *optional*): A limit on P(bad).
@@ -66,7 +66,7 @@ class Services:
 
     args: Any
     accelerator: Accelerator
-    model: torch.nn.Module
+    policy: Callable[[], Any]
     drawing: Drawing
     scoring: Scoring
     logs: Logs
@@ -77,6 +77,11 @@ class Services:
     micro_batches: Callable[[], int]
     reference_log_prob: Callable[[Units, CompletionSet], torch.Tensor]
     returns: Callable[[CompletionSet, torch.Tensor], torch.Tensor]
+
+    @property
+    def model(self) -> Any:
+        """The policy, as it is wrapped now."""
+        return self.policy()
 
     @property
     def takes_bias(self) -> bool:
@@ -387,7 +392,7 @@ class CollapseWatch:
         if not shape.training or not distinct.count:
             return
         self._of_update.append((gap.mean if gap.count else None, distinct.mean * size))
-        if not self._services.accelerator.sync_gradients:
+        if not (shape.early or self._services.accelerator.sync_gradients):  # early, the batch is whole
             return
         known = [
             value for value, _ in self._of_update if value is not None

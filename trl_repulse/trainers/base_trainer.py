@@ -1,6 +1,6 @@
 """The trainer that all others build on: TRL's GRPO trainer with second models, exact sampling and scoring, pooled metrics and resume.
 
-It holds every hook of TRL. What a hook does is in `engine/`: drawing, scoring, logs, second models, checkpoints, publishing.
+It holds the hooks of TRL that all trainers share. What a hook does is in `engine/`: drawing, scoring, logs, checkpoints, publishing.
 
 Axis letters: P prompts, N completions of a prompt, B rows of a generation batch on one process, T completion tokens, F reward
 functions.
@@ -416,7 +416,7 @@ class BaseTrainer(GRPOTrainer):
         return Services(
             self.args,
             self.accelerator,
-            self.model,
+            lambda: self.model,
             self._drawing,
             self._scoring,
             self._logs_of_run,
@@ -682,6 +682,7 @@ class BaseTrainer(GRPOTrainer):
         check_eval_batch(self.args)
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
+        self._logs_of_run.drop()
         with self._logs_of_run.counting(dataloader, self.num_generations_eval) as evaluation:
             output: Any = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -770,6 +771,7 @@ class BaseTrainer(GRPOTrainer):
             if not resume_from_checkpoint and self.args.save_negatives:
                 set_negatives_aside(output_dir)
         self._has_begun |= not resume_from_checkpoint
+        self._logs_of_run.drop()  # of a run that failed
         with naming_a_full_disk(output_dir):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             self.save_state()  # which `trl-repulse diagnose` reads
