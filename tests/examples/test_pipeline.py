@@ -213,7 +213,7 @@ def test_the_pipeline_in_small(pipeline, in_process, tmp_path, capsys):
     for phase in ("before", "after"):
         report = json.loads((out / "5_report" / f"{phase}.json").read_text())
         assert report["prompts"] == 3 and "P(r < -4)" in report["overall"]
-        assert len((out / "6_attack" / f"{phase}.jsonl").read_text().splitlines()) == 3
+        assert len(list((out / "6_attack" / phase).glob("target-*.json"))) == 2
     card = ModelCard.load(out / "4_merge" / "README.md")
     assert {"trl", "repulse"} <= set(card.data.tags) and card.data.library_name == "transformers"
     assert "### Held-out samples" in card.text and "| P(r < -4) |" in card.text and "attack success" in card.text
