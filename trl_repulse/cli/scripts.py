@@ -21,7 +21,7 @@ from ..data._checks import check_eval_batch, check_output_dir
 from ..data._prompts import as_templates_read, check_template_variables, warn_of_template
 from ..data.loading import drop_long_prompts, load_prompts
 from ..engine.preparation import check_loadable
-from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run
+from ..engine.resume import find_checkpoint, how_to_resume, naming_a_full_disk, warn_of_a_run, without_tied
 from ..engine.reward_functions import all_with_checks, check_tokenizers
 from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.callback import BeforeAfterCallback
@@ -212,6 +212,8 @@ def _check_as_ours(trainer: Trainer, prompts: Dataset | IterableDataset) -> None
     warn_of_template(trainer.processing_class, next(iter(prompts))["prompt"], trainer.args.chat_template_kwargs)
     tokenize = trainer._tokenize_prompts
     trainer._tokenize_prompts = lambda prompts: tokenize(as_templates_read(prompts))
+    warn = trainer._issue_warnings_after_load
+    trainer._issue_warnings_after_load = lambda result: warn(without_tied(result, trainer.model))
 
 
 def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

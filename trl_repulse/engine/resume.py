@@ -166,6 +166,13 @@ def incomplete(checkpoint: Path) -> str | None:
     return f"{cut[0]} is missing or cut off" if cut else None
 
 
+def without_tied(load_result: Any, *models: Any) -> Any:
+    """What loading found, without missing weights that are tied to others, of which a checkpoint has the first name alone."""
+    every, once = ({name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True))
+    load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in every - once]
+    return load_result
+
+
 def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
     Makes a checkpoint that is overwritten incomplete until it is written again, without the earlier run's training state, which

@@ -69,6 +69,7 @@ from ..engine.resume import (
     naming_a_full_disk,
     save_position,
     warn_of_a_run,
+    without_tied,
 )
 from ..engine.reward_functions import (
     RewardFunc,
@@ -800,12 +801,7 @@ class BaseTrainer(GRPOTrainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         models = self.model, *(second.module for second in self.second_models.values())
-        every, once = (
-            {name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True)
-        )
-        tied = every - once  # which a checkpoint has by their first name alone
-        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result)
+        super()._issue_warnings_after_load(without_tied(load_result, *models))
 
     def _save_checkpoint(self, model, trial):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
