@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
+from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from examples.worlds.exact import ExactEvaluator
@@ -172,6 +173,19 @@ class TestTrainers:
             lambda rows: {"prompt": [GOOD for _ in rows["prompt"]]}
         )
         make(trainer_cls, dataset=made, extra={"processing_class": chat_tokenizer})
+
+    def test_token_types_are_not_passed_on(self, make, chat_tokenizer, trainer_cls):
+        """Sampling with them would draw from another distribution than is scored, and a joint draw has more rows."""
+        chat_tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        settings = {"dataset": rows_of(GOOD), "extra": {"processing_class": chat_tokenizer}, "max_steps": 1}
+        trainer, passed = make(trainer_cls, reward_funcs=silent, **settings), []
+        control = GRPOTrainer._tokenize_prompts(trainer, [GOOD])
+        assert any("token_type_ids" in fields for fields in control if isinstance(fields, dict))
+        trainer.model.register_forward_pre_hook(
+            lambda module, args, kwargs: passed.append("token_type_ids" in kwargs), with_kwargs=True
+        )
+        trainer.train()
+        assert passed and not any(passed)
 
 
 class TestEvaluation:
