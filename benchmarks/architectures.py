@@ -34,7 +34,7 @@ from trl_repulse.engine.trl_bridge import disable_dropout
 from trl_repulse.engine.units import OWN, Units
 from trl_repulse.evaluation._generation import transformers_engine
 from trl_repulse.evaluation.log_probs import completion_log_probs
-from trl_repulse.generation._probe import Guard, probe
+from trl_repulse.generation._probe import Guard, probe, probe_shared
 
 
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -215,9 +215,10 @@ def gap_of_scores(model: PreTrainedModel, prompts, completions, scores) -> float
 def measure_held_out(model: PreTrainedModel, tokenizer: Any) -> tuple[float, float]:
     """z of held-out draws, and the gap of scores."""
     prompts = [ids for ids in tokenizer(list(PROMPTS))["input_ids"] for _ in range(DRAWS)]
-    drawn = transformers_engine(model, tokenizer, 3, len(prompts))(prompts, 0)
+    guard = probe_shared(model)
+    drawn = transformers_engine(model, tokenizer, 3, len(prompts), guard=guard)(prompts, 0)
     chosen = slice(None, None, DRAWS // 4)
-    scores = completion_log_probs(model, prompts[chosen], drawn[chosen])[0]
+    scores = completion_log_probs(model, prompts[chosen], drawn[chosen], guard=guard)[0]
     return z_of_draws(model, prompts, drawn), gap_of_scores(model, prompts[chosen], drawn[chosen], scores)
 
 

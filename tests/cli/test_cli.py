@@ -129,10 +129,10 @@ def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:  # on a busy machine, two that come together are one
         process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+        time.sleep(0.5)
     assert process.poll() == -signal.SIGINT
     asking.join(timeout=30)
 
