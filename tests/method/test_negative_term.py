@@ -75,6 +75,16 @@ def test_the_contract(make, term, trainer_cls, settings):
         assert any("negative/worst" in log for log in trainer.state.log_history)
 
 
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_a_term_needs_weigh_alone(make, settings):
+    class WeighsAlone(ExtraSamplesTerm):
+        weigh = WorstAgain.weigh
+
+    trainer = make(with_own_term(RePULSeTrainer, WeighsAlone), **TERMS["of a user"], max_steps=1, **settings)
+    trainer.train()
+    assert len(trainer._tables.extra["prompt"]) == 16
+
+
 def test_a_users_term_lowers_what_it_weighs(make):
     """Whatever the policy's own samples do in the same step."""
     ends, log_p = [], []

@@ -205,8 +205,8 @@ class NegativeTerm:
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
         """Logs what was weighed, and lets whatever adapts to it know. A collective call."""
-        assert weights.log_w is not None and weights.log_potential is not None  # `weigh` fills them in
-        self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
+        if weights.log_w is not None and weights.log_potential is not None:
+            self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
 
     # Learn
 
