@@ -331,7 +331,7 @@ class ExtraSamplesTerm(NegativeTerm):
         return scores
 
     def is_weighed(self, units: Units) -> bool:
-        return units.extra_samples.coefficients is not None
+        return super().is_weighed(units) or units.extra_samples.coefficients is not None
 
 
 class CollapseWatch:
