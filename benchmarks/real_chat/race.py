@@ -1,14 +1,16 @@
 """
-Trains and evaluates methods on the world "real chat" within a number of minutes, or to a number of completions.
+Trains and evaluates methods on the world "real chat" within a number of minutes, to a number of completions, or for equal seconds.
 
     python -m benchmarks.real_chat.race runs/real_chat --out runs/race --minutes 9        # on a GPU: all that fits
     python -m benchmarks.real_chat.race runs/real_chat --out runs/cpu --completions 8000 --seeds 0 1 --samples 64
+    python -m benchmarks.real_chat.race runs/real_chat --out runs/equal --seconds 900 --batch 25 --seeds 0 1 2 --samples 32
     python -m benchmarks.real_chat.race --out runs/cpu --table                            # of what is there
     python -m benchmarks.real_chat.race --store benchmarks/real_chat/results.json --table # of what has been kept
 
 All methods begin with the same policy and draw the same number of completions, from as many prompts, at one learning rate and KL
 coefficient. With `--minutes`, REINFORCE trains for a share of the time, the others draw as many completions as it did, and the number
 of held-out samples is what the rest of the time allows, by the speed of the first ones; stages that cannot end in time are left out.
+With `--seconds`, each run trains for as long as the others instead, in CPU seconds of its process where there is no accelerator.
 Each stage writes its folder and is not repeated: called again, the command continues. The judge of the held-out samples is that of
 training; the table has a second one, which training has not seen. With `--store FILE` the numbers of the table, without the texts, are
 added to a file, which may have runs of other machines.
@@ -19,7 +21,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ ON_ACCELERATOR = torch.accelerator.is_available()
 # Completions of an update. A pass over few rows takes an accelerator as long as one over many
 BATCH = 500 if ON_ACCELERATOR else 100
 BAD = {"bad_reward_threshold": -2.0}
-# Trainer, and fields of its configuration. Those that draw from a proposal too take half of the prompts
+# Trainer, and fields of its configuration. Those that draw from a proposal too take fewer prompts
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE": ("reinforce", {}),
     "RePULSe": ("repulse", BAD),
@@ -52,6 +54,11 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("ppo", {}),
     "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
     "CVaR 0.2": ("reinforce", {"cvar_level": 0.2}),
+    "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
+    "finds of its own": (
+        "repulse",
+        BAD | {"proposal": "policy", "potential": "indicator", "alpha": 1.0, "alpha_normalization": "none"},
+    ),
 }
 TRAINING = 0.25  # share of the minutes in which the first method trains
 RESERVE = 0.06  # share that is kept for loading and saving
@@ -60,25 +67,39 @@ SLOWER = 1.3  # a stage may take this many times as long as the longest of its k
 
 @dataclass(frozen=True)
 class Run:
-    """One method with one seed, and its folder."""
+    """One method with one seed, its folder and, where runs get equal seconds, the policy's own completions in an update."""
 
     method: str
     seed: int
     folder: Path
+    batch: int | None = None
 
     @property
     def policy(self) -> Path:
         return self.folder / "policy"
 
 
-class Stop(TrainerCallback):
-    """Ends training after some seconds, and has the completions drawn until then."""
+def clock() -> float:
+    """Seconds of work: CPU time of this process, which other work does not lengthen, or time where an accelerator works."""
+    return time.monotonic() if ON_ACCELERATOR else time.process_time()
 
-    def __init__(self, seconds: float):
-        self.end = time.monotonic() + seconds
+
+class Stop(TrainerCallback):
+    """Ends training after some seconds by a clock."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]):
+        self.clock, self.end = clock, clock() + seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= time.monotonic() > self.end
+        control.should_training_stop |= self.clock() > self.end
+
+
+def drawn_for_each(method: str) -> int:
+    """Completions that are drawn for each one of the policy's own: itself, and extra ones."""
+    name, fields = METHODS[method]
+    if name != "repulse" or fields.get("proposal") == "policy":
+        return 1
+    return 1 + fields.get("num_proposal_generations", N) // N
 
 
 def read_rows(world: Path, name: str) -> list[dict[str, Any]]:
@@ -86,8 +107,8 @@ def read_rows(world: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def make_trainer(world: Path, run: Run, updates: int, callbacks: list[TrainerCallback]) -> Any:
-    """The trainer of a run."""
+def make_trainer(world: Path, run: Run, batch: int, updates: int, callbacks: list[TrainerCallback]) -> Any:
+    """The trainer of a run, with so many of the policy's own completions in an update."""
     import trl
 
     import trl_repulse
@@ -100,7 +121,6 @@ def make_trainer(world: Path, run: Run, updates: int, callbacks: list[TrainerCal
     }
     name, fields = METHODS[run.method]
     trainer_class, config_class = classes[name]
-    draws_twice = name == "repulse" and fields.get("proposal") != "policy"
     options = {"dtype": "float32", "attn_implementation": "sdpa" if ON_ACCELERATOR else "eager"}
     args = config_class(
         output_dir=str(run.folder / "trainer"),
@@ -108,7 +128,7 @@ def make_trainer(world: Path, run: Run, updates: int, callbacks: list[TrainerCal
         use_cpu=not ON_ACCELERATOR,
         bf16=True,
         gradient_checkpointing=False,
-        per_device_train_batch_size=BATCH // (2 if draws_twice else 1),
+        per_device_train_batch_size=batch,
         num_generations=N,
         max_completion_length=LENGTH,
         learning_rate=LEARNING_RATE,
@@ -133,16 +153,19 @@ def make_trainer(world: Path, run: Run, updates: int, callbacks: list[TrainerCal
 
 def train(world: Path, run: Run, completions: int, seconds: float | None = None) -> dict[str, Any]:
     """Trains a run to a number of completions, or for so many seconds if that is less; returns its cost."""
-    stop = [] if seconds is None else [Stop(seconds)]
-    trainer = make_trainer(world, run, math.ceil(completions / BATCH), stop)
-    start = time.perf_counter()
+    of_policy = run.batch or BATCH // drawn_for_each(run.method)
+    drawn = of_policy * drawn_for_each(run.method)
+    stop = [] if seconds is None else [Stop(seconds, time.monotonic if run.batch is None else clock)]
+    trainer = make_trainer(world, run, of_policy, math.ceil(completions / drawn), stop)
+    start, work = time.perf_counter(), time.process_time()
     trainer.train()
-    took = time.perf_counter() - start
+    took, worked = time.perf_counter() - start, time.process_time() - work
     trainer.save_model(str(run.policy))
     (run.folder / "log.json").write_text(json.dumps(trainer.state.log_history), encoding="utf-8")
     shutil.rmtree(run.folder / "trainer", ignore_errors=True)
-    cost = {"method": run.method, "seed": run.seed, "completions": trainer.state.global_step * BATCH}
-    cost |= {"seconds": round(took, 1), "threads": torch.get_num_threads()}
+    cost = {"method": run.method, "seed": run.seed, "completions": trainer.state.global_step * drawn}
+    cost |= {"seconds": round(took, 1), "cpu_seconds": round(worked, 1), "threads": torch.get_num_threads()}
+    cost |= {"batch": run.batch, "budget": seconds if run.batch else None}
     (run.folder / "cost.json").write_text(json.dumps(cost), encoding="utf-8")
     return cost
 
@@ -160,6 +183,11 @@ def evaluate(world: Path, policy: Path, folder: Path, samples: int, seed: int = 
     return sample_completions(
         folder, str(policy), Dataset.from_list(rows), judge.reward, settings, reference=start, progress=False
     )
+
+
+def name_of(method: str, batch: int | None) -> str:
+    """Folder name of a method, with as many completions of the policy's own in an update."""
+    return method.replace(",", "").replace(" ", "-") + ("" if batch is None else f"-{batch}")
 
 
 def cost_of(folder: Path) -> dict[str, Any] | None:
@@ -183,10 +211,10 @@ def race(options: argparse.Namespace) -> None:
     """Does all stages that are missing and, by the time that the same kind of stage took before, fit into the minutes."""
     start, samples = time.monotonic(), options.samples
     budget = math.inf if options.minutes is None else 60 * options.minutes
-    limit = None if options.minutes is None else TRAINING * budget
+    limit = options.seconds if options.minutes is None else TRAINING * budget
     completions, longest = options.completions, {"train": 0.0, "evaluate": 0.0}
     runs = [
-        Run(method, seed, options.out / f"{method.replace(' ', '-')}-seed{seed}")
+        Run(method, seed, options.out / f"{name_of(method, options.batch)}-seed{seed}", options.batch)
         for seed in options.seeds
         for method in options.methods
     ]
@@ -203,7 +231,7 @@ def race(options: argparse.Namespace) -> None:
             if options.minutes is not None:
                 samples = samples_that_fit(options, left)
             evaluate(options.world, policy, run.folder / "samples", samples, run.seed)
-        if kind == "train" and cost is not None and limit is not None:
+        if kind == "train" and cost is not None and options.minutes is not None:
             completions, limit = cost["completions"], None  # of the first method, so for the others
         if not is_done:
             took = time.monotonic() - begun
@@ -250,6 +278,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS)[:4])
     parser.add_argument("--minutes", type=float, help="end in this time")
+    parser.add_argument("--seconds", type=float, help="train each run for as long; needs `--batch`")
+    parser.add_argument("--batch", type=int, help="completions of the policy's own in an update, with `--seconds`")
     parser.add_argument("--completions", type=int, default=100_000, help="most completions drawn in training")
     parser.add_argument("--samples", type=int, default=770, help="most held-out samples of each of the 130 prompts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -260,6 +290,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if options.world is None or options.out is None:
         parser.error("without `--table` give the folder of the world, and `--out`")
+    if (options.seconds is None) != (options.batch is None) or None not in (options.seconds, options.minutes):
+        parser.error("give `--seconds` and `--batch` together, without `--minutes`")
     logging.set_verbosity_error()
     options.out.mkdir(parents=True, exist_ok=True)
     race(options)

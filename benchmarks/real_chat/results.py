@@ -25,7 +25,7 @@ SECOND = f"P(second judge < {SECOND_THRESHOLD:g})"
 SHARES = (*(f"P(r < {at:g})" for at in THRESHOLDS), SECOND, "finished")  # columns of booleans
 LEVEL = 0.01  # of the CVaR
 _KEPT = 2 * LEVEL  # share of the rewards, the lowest, that are kept
-_RUN = ("device", "completions", "method", "seed")  # what tells runs apart
+_ARM = ("device", "budget", "completions", "method", "batch")  # what runs of several seeds have in common
 
 Row = dict[str, Any]
 
@@ -55,41 +55,60 @@ def read(file: Path) -> list[Row]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
+def _arm(row: Row) -> tuple:
+    """The arm of a run. Runs of equal seconds draw different numbers of completions."""
+    return tuple(None if name == "completions" and row.get("budget") else row.get(name) for name in _ARM)
+
+
 def add(file: Path, rows: Iterable[Row]) -> list[Row]:
     """Adds rows to a file, in the place of those of the same runs; returns all."""
-    kept = {tuple(row[name] for name in _RUN): row for row in [*read(file), *rows]}
-    rows = [kept[key] for key in sorted(kept)]
+    kept = {(*_arm(row), row["seed"]): row for row in [*read(file), *rows]}
+    rows = [kept[key] for key in sorted(kept, key=str)]
     lines = ",\n".join(json.dumps(row) for row in rows)  # a run a line
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return rows
 
 
 def print_table(rows: list[Row], methods: list[str]) -> None:
-    """A table for each device, methods pooled over seeds, and paired differences from REINFORCE with as many completions."""
+    """A table for each device, methods pooled over seeds, and paired differences from REINFORCE at the same budget."""
     order = ["initial policy", *methods]
-    rows = sorted(rows, key=lambda row: (row["device"], row["completions"], order.index(row["method"]), row["seed"]))
+
+    def place(row: Row) -> tuple:
+        budget = row.get("budget") or 0
+        cost = 0 if budget else row["completions"]
+        return row["device"], budget, cost, order.index(row["method"]), row.get("batch") or 0, row["seed"]
+
     arms: dict[tuple, list[Row]] = {}
-    for row in rows:
-        arms.setdefault((row["device"], row["completions"], row["method"]), []).append(row)
-    for device in dict.fromkeys(row["device"] for row in rows):
+    for row in sorted(rows, key=place):
+        arms.setdefault(_arm(row), []).append(row)
+    for device in dict.fromkeys(arm[0] for arm in arms):
         print(f"{device}\n\n| method | seeds | completions | seconds | reward |", end="")
         print(
             "".join(f" P(r < {at:g}) |" for at in THRESHOLDS), "CVaR 1 % | P(second judge bad) | KL, nats | finished |"
         )
         print("|---" * (9 + len(THRESHOLDS)) + "|")
-        for (of_device, completions, method), runs in arms.items():
-            if of_device == device:
-                print(f"| {method} | {len(runs)} | {completions:,} | {' | '.join(_cells(runs))} |")
-    for (device, completions, method), runs in arms.items():
-        base = arms.get((device, completions, "REINFORCE"))
-        if base is not None and method != "REINFORCE":
-            parts = []
-            for name in ("reward", *SHARES, "KL, nats"):
-                first, second = (_column(some, name) for some in (base, runs))
-                low, high = paired_interval(first, second)
-                parts.append(f"{name} {second.mean() - first.mean():+.2g} ({low:.2g} to {high:.2g})")
-            what = f"{method} − REINFORCE, {completions:,} completions on {device}"
-            print(f"\n{what}, paired 95 % intervals over prompts: {'; '.join(parts)}.")
+        for arm, runs in arms.items():
+            if arm[0] == device:
+                print(f"| {_name(arm)} | {len(runs)} | {' | '.join(_cells(runs))} |")
+    for arm, runs in arms.items():
+        for other, base in arms.items():
+            if other != arm and other[:3] == arm[:3] and other[3] == "REINFORCE" != arm[3]:
+                _print_difference(arm, runs, other, base)
+
+
+def _print_difference(arm: tuple, runs: list[Row], other: tuple, base: list[Row]) -> None:
+    parts = []
+    for name in ("reward", *SHARES, "KL, nats"):
+        first, second = (_column(some, name) for some in (base, runs))
+        low, high = paired_interval(first, second)
+        parts.append(f"{name} {second.mean() - first.mean():+.2g} ({low:.2g} to {high:.2g})")
+    budget = f"{arm[2]:,} completions" if arm[1] is None else f"{arm[1]:g} s"
+    what = f"{_name(arm)} − {_name(other)}, {budget} on {arm[0]}"
+    print(f"\n{what}, paired 95 % intervals over prompts: {'; '.join(parts)}.")
+
+
+def _name(arm: tuple) -> str:
+    return arm[3] if arm[4] is None else f"{arm[3]} ({arm[4]} an update)"
 
 
 def _column(runs: list[Row], name: str) -> np.ndarray:
@@ -99,8 +118,10 @@ def _column(runs: list[Row], name: str) -> np.ndarray:
 
 
 def _cells(runs: list[Row]) -> list[str]:
-    """Cells of a method's row after the number of its completions."""
-    cells = [f"{np.mean([run['seconds'] for run in runs]):,.0f}", f"{_column(runs, 'reward').mean():.2f}"]
+    """Cells of a method's row after the number of its seeds."""
+    cells = [f"{np.mean([run['completions'] for run in runs]):,.0f}"]
+    cells += [f"{np.mean([run.get('budget') or run['seconds'] for run in runs]):,.0f}"]
+    cells += [f"{_column(runs, 'reward').mean():.2f}"]
     cells += [_with_interval(_column(runs, f"P(r < {at:g})")) for at in THRESHOLDS]
     cells += [f"{np.mean([_cvar(run) for run in runs]):.2f}", _with_interval(_column(runs, SECOND))]
     return [*cells, *(f"{_column(runs, name).mean():.2f}" for name in ("KL, nats", "finished"))]

@@ -1,5 +1,6 @@
 """The world of a real chat model in small: the race's stages, its time limit, and the yardstick of a step."""
 
+import itertools
 import json
 import random
 import re
@@ -130,6 +131,22 @@ def test_minutes(world, tmp_path, capsys, monkeypatch):
     clock.now = 0.0
     race.main([str(world), "--out", str(out), "--minutes", "9", "--samples", "770", *methods])
     assert trained[2:] == [("GRPO", 700, None)] and evaluated[-1] == ("GRPO-seed0", arms[0][1])
+
+
+@pytest.mark.trainer
+def test_equal_seconds(world, tmp_path, capsys, monkeypatch):
+    """Each run ends by the same clock, with what it drew until then, and is compared with REINFORCE's of the same seconds."""
+    seconds = itertools.count()
+    monkeypatch.setattr(race, "clock", lambda: next(seconds))
+    out, methods = tmp_path / "out", ["--methods", "REINFORCE", "RePULSe, 3 extra"]
+    race.main([str(world), "--out", str(out), "--seconds", "2", "--batch", "5", "--samples", "4", *methods])
+    assert folders(out) == ["REINFORCE-5-seed0", "RePULSe-3-extra-5-seed0", "initial"]
+    costs = [json.loads((out / name / "cost.json").read_text()) for name in folders(out)[:2]]
+    assert [(cost["completions"], cost["batch"], cost["budget"]) for cost in costs] == [(15, 5, 2.0), (60, 5, 2.0)]
+    assert "RePULSe, 3 extra (5 an update) − REINFORCE (5 an update), 2 s on cpu" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        race.main([str(world), "--out", str(out), "--seconds", "2"])
+    assert "`--seconds` and `--batch` together" in capsys.readouterr().err
 
 
 def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch):
