@@ -10,7 +10,8 @@ speed can take part. One draw of it is P = 2·`--prompts`, as that of REINFORCE.
 All but RePULSe draw 2·P prompts × N completions a step, RePULSe P × N from the policy and P × N from the hot policy or from a
 proposal that learns: all generate, score and learn from 2·P·N completions. The trainers take turns in one process, `--rounds` times `--steps` steps each; the first step
 of a turn is warm-up and dropped. Beside the time on the clock stands the time that all threads of the process spent on a CPU: other
-processes disturb it less. Peak memory is measured in a process of its own for each.
+processes disturb it less. Peak memory is measured in a process of its own for each. With `--apart` every turn has a process of its own,
+for models of which memory does not hold all methods' at once.
 """
 
 import argparse
@@ -221,14 +222,19 @@ def build_trainer(
     return trainer, timer
 
 
-def peak_memory(method: str, shape: Shape, options: argparse.Namespace) -> float:
-    """Peak memory of two steps in a process of its own, in MiB: the device's, or the process's resident set on CPU."""
+def turn_apart(method: str, shape: Shape, options: argparse.Namespace, steps: int) -> tuple[float, list, float]:
+    """
+    A turn in a process of its own. Returns peak memory in MiB (the device's, or the process's resident set on CPU), the times of its
+    steps after the first, and seconds of set-up.
+    """
     argv = [
         sys.executable,
         "-m",
         "benchmarks.step_cost",
-        "--memory-of",
+        "--turn-of",
         method,
+        "--steps",
+        str(steps),
         "--shapes",
         str(shape),
         "--model",
@@ -241,21 +247,23 @@ def peak_memory(method: str, shape: Shape, options: argparse.Namespace) -> float
     argv += ["--world", str(options.world.resolve())] if options.world else []
     done = subprocess.run(argv, capture_output=True, text=True, cwd=Path(__file__).parents[1])
     if done.returncode and ON_ACCELERATOR and "OutOfMemoryError" in done.stderr:
-        return math.inf
+        return math.inf, [], math.nan
     done.check_returncode()
-    return json.loads(done.stdout.splitlines()[-1])
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
-def print_peak_memory(options: argparse.Namespace) -> None:
+def print_turn(options: argparse.Namespace) -> None:
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        options.steps = 2
-        build(options.memory_of, options.shapes[0], options, folder)[0].train()
+        trainer, timer = build(options.turn_of, options.shapes[0], options, folder)
+        set_up = time.perf_counter() - start
+        trainer.train()
     if ON_ACCELERATOR:
-        print(torch.accelerator.max_memory_allocated() / 2**20)
+        peak = torch.accelerator.max_memory_allocated() / 2**20
     else:
         # Not getrusage: its maximum survives exec, so that a child starts with its parent's
-        status = Path("/proc/self/status").read_text()
-        print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**10)
+        peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**10
+    print(json.dumps([peak, timer.seconds[1:], set_up]))
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float, float, float, float]]:
@@ -264,29 +272,42 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, tuple[float,
     method; the methods take turns.
     """
     names = dict.fromkeys([*options.yardsticks, *options.methods])
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    set_up, peaks = {}, dict.fromkeys(names, math.nan)
+    if options.apart:
+        for _ in range(options.rounds):
+            for name in names:
+                peaks[name], times, set_up[name] = turn_apart(name, shape, options, options.steps)
+                seconds[name].extend(times)
+    else:
+        set_up = take_turns(shape, options, seconds)
+    if not (options.apart or options.no_memory):
+        # An accelerator's memory is a process's own, whoever runs beside it
+        with ThreadPoolExecutor(4 if ON_ACCELERATOR else 1) as pool:
+            of_all = pool.map(lambda name: turn_apart(name, shape, options, 2)[0], names)
+            peaks = dict(zip(names, of_all, strict=True))
+    samples = 2 * options.prompts * shape.generations
+    medians = {
+        name: [statistics.median(x) / samples for x in zip(*values, strict=True)] for name, values in seconds.items()
+    }
+    return {name: (*times, peaks[name], set_up[name]) for name, times in medians.items()}
+
+
+def take_turns(shape: Shape, options: argparse.Namespace, seconds: dict[str, list]) -> dict[str, float]:
+    """Lets methods take turns in this process, and adds the times of their steps; returns seconds of set-up."""
     runs, set_up = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in seconds:
             start = time.perf_counter()
             runs[name] = build(name, shape, options, folder)
             set_up[name] = time.perf_counter() - start
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for _ in range(options.rounds):
             for name, (trainer, timer) in runs.items():
                 timer.seconds.clear()
                 with contextlib.redirect_stdout(io.StringIO()):
                     trainer.train()
                 seconds[name].extend(timer.seconds[1:])
-    samples = 2 * options.prompts * shape.generations
-    peaks = dict.fromkeys(names, math.nan)
-    if not options.no_memory:
-        # An accelerator's memory is a process's own, whoever runs beside it
-        with ThreadPoolExecutor(4 if ON_ACCELERATOR else 1) as pool:
-            peaks = dict(zip(names, pool.map(lambda name: peak_memory(name, shape, options), names), strict=True))
-    medians = {
-        name: [statistics.median(x) / samples for x in zip(*values, strict=True)] for name, values in seconds.items()
-    }
-    return {name: (*times, peaks[name], set_up[name]) for name, times in medians.items()}
+    return set_up
 
 
 def on_what() -> str:
@@ -321,7 +342,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn, the first of them warm-up")
     parser.add_argument("--yardsticks", nargs="+", choices=names, default=list(YARDSTICKS))
     parser.add_argument("--no-memory", action="store_true", help="leave out the processes that measure peak memory")
-    parser.add_argument("--memory-of", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help="a process of its own for each turn")
+    parser.add_argument("--turn-of", choices=names, help=argparse.SUPPRESS)
     return parser
 
 
@@ -330,8 +352,8 @@ def main() -> None:
     options.share_prompts = options.share_prompts == "auto" and "auto"
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    if options.memory_of:
-        print_peak_memory(options)
+    if options.turn_of:
+        print_turn(options)
         return
     print(
         f"model {options.world or options.model}, {'adapters' if options.adapters else 'all weights'}, P = {options.prompts}, "
