@@ -353,6 +353,42 @@ def test_training_twice_goes_on(make):
     assert not all(torch.equal(p, q) for p, q in zip(middle, trainer.proposal.module.parameters(), strict=True))
 
 
+class FailsOnce(TrainerCallback):
+    """Stops the first run in the middle of an update."""
+
+    failed = False
+
+    def on_substep_end(self, *args, **kwargs):
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_run_after_one_that_failed_learns_from_its_own_samples(make, order):
+    """Neither from the samples that waited for the policy's update, nor from their gradient."""
+    halves = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = make(proposal_update_order=order, extra={"callbacks": [FailsOnce()]}, **halves)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    module, backward, step = trainer.proposal.module, trainer.proposal.backward, trainer.proposal.step
+    of_losses, found = [], []
+
+    def noting_backward(loss):
+        of_losses.append(torch.autograd.grad(loss, [*module.parameters()], retain_graph=True))
+        backward(loss)
+
+    def noting_step():
+        found.extend(p.grad.clone() for p in module.parameters())
+        return step()
+
+    trainer.proposal.backward, trainer.proposal.step = noting_backward, noting_step
+    trainer.train()
+    assert len(of_losses) == 2
+    for gradient, *parts in zip(found, *of_losses, strict=True):
+        torch.testing.assert_close(gradient, sum(parts))
+
+
 def test_peft(make, tmp_path):
     from peft import AutoPeftModelForCausalLM, LoraConfig
 

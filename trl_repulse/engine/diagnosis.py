@@ -176,7 +176,7 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "jumping_kl", "narrow"  # symptoms that trainers warn of by themselves
+AT_ONCE = "jumping_kl", "narrow", "collapse"  # symptoms that trainers warn of by themselves
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
@@ -270,6 +270,8 @@ def _constant_reward(log: RunLog) -> str | None:
 
 
 def _collapse(log: RunLog) -> str | None:
+    if log.is_hot:
+        raise Unknown("the hot policy is the policy itself, with other logits")
     signs, samples = [], log.proposal_samples
     gap = log.longest("proposal/log_z_gap", lambda mean: mean > LOG_Z_GAP)
     if gap is not None:

@@ -26,6 +26,7 @@ from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
+from ..math.objective import is_below
 from .trl_bridge import logged_apart, print_prompt_completions_sample
 
 
@@ -131,7 +132,7 @@ class ShareUnder(Pooled):
         threshold = self._threshold()
         if threshold is None:
             return (Moments(),)
-        return (Moments.of(is_bad(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+        return (Moments.of(is_below(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
 
 
 def pool(metrics: Sequence[Pooled]) -> float:

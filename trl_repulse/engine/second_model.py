@@ -107,9 +107,12 @@ class SecondModel:
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
         """
         Wraps the model as the trainer's is wrapped, with optimizer, schedule (over `num_training_steps` updates) and clipping by the
-        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew.
+        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew, and drops the gradient of
+        an update that failed.
         """
         args: Any = trainer.args
+        for p in self.module.parameters():
+            p.grad = None
         if self.optimizer is None:
             self._build(trainer)
             self._max_grad_norm = args.max_grad_norm

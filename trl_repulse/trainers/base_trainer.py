@@ -772,7 +772,6 @@ class BaseTrainer(GRPOTrainer):
             if not resume_from_checkpoint and self.args.save_negatives:
                 set_negatives_aside(output_dir)
         self._has_begun |= not resume_from_checkpoint
-        self._logs_of_run.drop()  # of a run that failed
         with naming_a_full_disk(output_dir):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             self.save_state()  # which `trl-repulse diagnose` reads
@@ -783,6 +782,9 @@ class BaseTrainer(GRPOTrainer):
         return result
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        self._logs_of_run.drop()  # of a run that failed
+        if self._negative is not None:
+            self._negative.drop()
         if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
             self.proposal.module.requires_grad_(False)
         _fsdp.start_scaler(self.accelerator)

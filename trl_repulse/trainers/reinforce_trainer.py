@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from .._numbers import is_bad
 from ..configs import ReinforceConfig
 from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, repulse_loss
+from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, is_below, repulse_loss
 from ..method.constraint import Constraint
 from .base_trainer import BaseTrainer
 
@@ -133,14 +132,14 @@ class ReinforceTrainer(BaseTrainer):
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self._charges_bad:
             assert self.constraint is not None  # whose multiplier is the charge
-            bad = is_bad(rewards, self.args.bad_reward_threshold)
+            bad = is_below(rewards, self.args.bad_reward_threshold)
             transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
         """Lets the constraint, if there is one, see the policy's samples."""
         if self.constraint is not None:
-            bad = is_bad(rewards, self.args.bad_reward_threshold).float()
+            bad = is_below(rewards, self.args.bad_reward_threshold).float()
             self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _tail(self, rewards: torch.Tensor, shape: Shape) -> torch.Tensor:
