@@ -10,7 +10,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
+from trl_repulse.configs import NegativeTermConfig, SharedConfig
 from trl_repulse.configs.shared_config import documented, without_secrets
 
 
@@ -434,7 +434,7 @@ def test_what_files_and_trackers_are_given_has_no_secret(config_cls):
 
 @pytest.mark.parametrize("config_cls", ALL)
 def test_every_own_field_has_help(config_cls):
-    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
+    documented = config_cls.__doc__ + SharedConfig.__doc__
     for base in (ReinforceConfig, PPOConfig, NegativeTermConfig):
         documented += base.__doc__ if issubclass(config_cls, base) else ""
     inherited = {field.name for field in dataclasses.fields(GRPOConfig)}

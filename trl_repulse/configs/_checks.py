@@ -120,15 +120,6 @@ def check_transform(args: Any) -> None:
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
 
 
-def _check_reward(args: Any) -> None:
-    """Checks the fields of [`RewardConfig`]."""
-    check_transform(args)
-    require_finite(args, "bad_reward_threshold")
-    if args.save_negatives:
-        remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
-        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
-
-
 def check_compared(args: Any) -> None:
     """Refuses one completion a prompt, before TRL does with a message about GRPO."""
     remedy = "must be at least 2: advantages compare the policy's own completions of a prompt"
@@ -138,7 +129,11 @@ def check_compared(args: Any) -> None:
 def check_shared(args: Any) -> None:
     """Checks the fields that all trainers share, including TRL's, and the choices of all."""
     check_choices(args)
-    _check_reward(args)
+    check_transform(args)
+    require_finite(args, "bad_reward_threshold")
+    if args.save_negatives:
+        remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
+        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
     remedy = "must be a number of tokens, at least 1"
     require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
     if args.vllm_sleep_level is not None:

@@ -40,7 +40,7 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
 
 
 def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
-    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.RewardConfig`]; r itself
+    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.SharedConfig`]; r itself
     without one."""
     if args.reward_transform == "exponential":
         return exponential_transform(reward, args.reward_transform_alpha, args.reward_transform_beta)
