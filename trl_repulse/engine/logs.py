@@ -489,10 +489,11 @@ class Tables:
         """
         table = self.extra if is_extra else self.own
         real, pending = self._logs.real_rows(len(samples.prompts)), self._pending
+        rewards = samples.units.rewards.flatten()
         if len(self._names) > 1:  # a column of the same name that a reward function logged stays
-            pending.setdefault("reward", samples.rewards.tolist())
+            pending.setdefault("reward", rewards.tolist())
         if self._transforms:
-            pending.setdefault("reward_transformed", self._transform(samples.rewards).tolist())
+            pending.setdefault("reward_transformed", self._transform(rewards).tolist())
         parts = gather_object([(samples.prompts, samples.completions, dict(pending))])
         pending.clear()
         prompts, completions = ([x for part in parts for x in part[i]][:real] for i in (0, 1))
@@ -506,8 +507,7 @@ class Tables:
             values = [x for part in parts for x in part[2].get(column, [None] * len(part[0]))]
             table["extra"][column].extend(values[:real])
         if self._args.save_negatives and self._logs.mode == "train":
-            rewards = self._logs.accelerator.gather(samples.rewards)
-            self.append_negatives(prompts, completions, rewards, is_extra)
+            self.append_negatives(prompts, completions, self._logs.accelerator.gather(rewards), is_extra)
 
     def append_negatives(
         self, prompts: list, completions: list, rewards: torch.Tensor, is_extra: bool = False
