@@ -256,10 +256,6 @@ def test_limits_of_the_reward_as_a_flag():
     assert args.reward_clip_range == [-5.0, 5.0]
 
 
-def test_a_schedule_may_stay_where_alpha_is_0(make):
-    assert make(alpha=0.0, alpha_start=0.05).alpha == 0
-
-
 @pytest.mark.parametrize("config_cls", ALL)
 def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     size = {"per_device_train_batch_size": 30}

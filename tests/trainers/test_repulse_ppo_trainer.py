@@ -76,14 +76,6 @@ def test_evaluation_with_rows_that_fill_up_a_batch(make, prompts, kind, share):
     assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
 
 
-@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
-def test_evaluation_with_one_completion_a_prompt(make, prompts, trainer_cls):
-    """CTL compares a prompt's samples, and evaluation learns nothing."""
-    extra = {"eval_dataset": prompts.select(range(3))}
-    trainer = make(trainer_cls, extra=extra, num_generations_eval=1, per_device_eval_batch_size=4)
-    assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
-
-
 def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
     """Its own `peft_config` stands before ours, and hides nothing of what is refused."""
 
@@ -106,10 +98,6 @@ def test_value_model_and_proposal_share_no_weights(make, model_dirs):
     value.model = proposal.model
     with pytest.raises(ValueError, match="`value_model`.*`proposal_model`"):
         make(RePULSePPOTrainer, model="llama", extra={"value_model": value, "proposal_model": proposal})
-
-
-def test_cards_refer_to_the_method():
-    assert {cls._paper["id"] for cls in (RePULSePPOTrainer, RePULSeGRPOTrainer)} == {"2510.21184"}
 
 
 def test_files(run, tmp_path):
