@@ -60,7 +60,9 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates; raises [`Unknown`] without."""
+        """
+        For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none.
+        """
         if name not in self.columns:
             when = f": it is logged with {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")
@@ -78,7 +80,7 @@ class RunLog:
         return spans
 
     def pairs(self, name: str, other: str) -> list[tuple[Span, Span]]:
-        """The means of two metrics over the same updates; raises [`Unknown`] without."""
+        """The means of two metrics over the same updates. Raises [`Unknown`] if there are none."""
         others = {span[:2]: span for span in self.spans(other)}
         pairs = [(span, others[span[:2]]) for span in self.spans(name) if span[:2] in others]
         if not pairs:
@@ -129,8 +131,8 @@ class RunLog:
 
 def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     """
-    The log of a run in its `output_dir`, or in a checkpoint that has gone further: file, log, and the run's settings, empty if no
-    `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read.
+    Reads the log of a run from its `output_dir` or, if that has gone further, from a checkpoint. Returns the file, the log, and the run's
+    settings, empty if no `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Moments:
-    """Number of some values, their mean, sum of squared distances from it, smallest and largest. Two add up to that of all."""
+    """Count, mean, sum of squared deviations, minimum and maximum of values. The sum of two is that of all their values."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -45,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Moments":
-        """Of a tensor's values; NaN counts for nothing."""
+        """Moments of a tensor's values, without NaN."""
         values = values.detach().flatten().cpu().double()
         values = values[~values.isnan()]
         if not len(values):
@@ -55,7 +55,7 @@ class Moments:
 
     @classmethod
     def alike(cls, value: float, count: float) -> "Moments":
-        """Of `count` values of which the mean alone is known; NaN counts for nothing."""
+        """Moments of `count` values of which only the mean is known; of no values if it is NaN."""
         return cls() if math.isnan(value) or count <= 0 else cls(count, value, 0.0, value, value)
 
     def __add__(self, other: "Moments") -> "Moments":
@@ -98,7 +98,7 @@ def share_explained(targets: Moments, errors: Moments) -> float:
 
 
 class Pooled(float):
-    """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
+    """A metric of one batch: a `statistic` of moments. [`pool`] computes the metric of several batches from their moments."""
 
     statistic: Callable[..., float]
     _moments: tuple[Moments, ...]
@@ -115,8 +115,8 @@ class Pooled(float):
 
 class ShareUnder(Pooled):
     """
-    Share of one batch's `rewards` (B_all,) under a `threshold`, which may come to be known until it is logged; NaN where it is `None`. NaN
-    among the rewards counts for nothing.
+    Share of a batch's `rewards` (B_all,), without NaN, under a threshold. The threshold is read when the metric is logged, since it may be
+    measured in between; the metric is NaN if it is `None`.
     """
 
     _rewards: torch.Tensor
@@ -136,15 +136,15 @@ class ShareUnder(Pooled):
 
 
 def pool(metrics: Sequence[Pooled]) -> float:
-    """One metric of all batches, at least one, over all their values together."""
+    """One metric over all values of at least one batch."""
     totals = [sum(batches[1:], batches[0]) for batches in zip(*(metric.moments for metric in metrics), strict=True)]
     return metrics[0].statistic(*totals)
 
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
     """
-    Leaves one value, in place, of each metric that is [`Pooled`], and none of one of which nothing is known, for which TRL (1.16) would
-    log `None`. What is not stays as it is, for TRL's mean over batches.
+    Pools each metric whose values are all [`Pooled`], in place, and removes it if it has no values: TRL (1.16) would log `None`. TRL logs
+    the mean over batches of the other metrics.
     """
     for name, values in list(metrics.items()):
         if values and all(isinstance(value, Pooled) for value in values):
@@ -154,14 +154,17 @@ def pool_all(metrics: dict[str, list[Any]]) -> None:
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
-    """Takes TRL's values, of one batch whatever it is filled up with, out of the metrics with these beginnings, in place."""
+    """Removes TRL's values of single batches, which include rows that fill up a batch, from metrics with these prefixes, in place."""
     for name in metrics:
         if name.startswith(prefixes):
             metrics[name] = [value for value in metrics[name] if isinstance(value, Pooled)]
 
 
 def weighted(name: str, value: float, count: float) -> Pooled:
-    """A metric that TRL has taken of one batch, of `count` samples or tokens of all processes; its name tells minima and maxima."""
+    """
+    A metric that TRL computed over `count` samples or tokens of all processes. Names that end in `min` or `max` are pooled as such, others
+    as means.
+    """
     statistic = lowest if name.endswith("min") else highest if name.endswith("max") else mean
     return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))
 
@@ -264,14 +267,14 @@ class Logs:
             evaluation.seen += rows
 
     def end_batch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean loss of an evaluation's batch over processes, which joins that of the evaluation."""
+        """Returns the mean loss of an evaluation batch over processes, and adds it to the evaluation's."""
         loss = self.accelerator.reduce(loss, reduction="mean")
         if self._evaluation is not None:
             self._evaluation.losses.append(Pooled(mean, Moments.alike(loss.item(), self.loss_count)))
         return loss
 
     def real_rows(self, local_rows: int) -> int:
-        """How many of the rows of a batch over all processes do not merely fill it up. These are the first ones."""
+        """Number of rows of a batch, over all processes, that do not only fill it up. These come first."""
         rows = local_rows * self.accelerator.num_processes
         return rows if self._evaluation is None or self._evaluation.real is None else self._evaluation.real
 
@@ -297,21 +300,21 @@ class Logs:
             metrics[name].append(Pooled(statistic, moments))
 
     def gathered(self, moments: Moments) -> Moments:
-        """Moments of the values of all processes from those of each."""
+        """Moments over the values of all processes. A collective call."""
         table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
         return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
 
     def statistics(self, statistics: dict[str, Callable[..., float]], *values: torch.Tensor) -> None:
-        """Records statistics of tensors of all processes, of which each may have another number of values; NaN is left out."""
+        """Records statistics of tensors over all processes, without NaN. Processes may have different numbers of values."""
         named = {f"{self.prefix}{name}": statistic for name, statistic in statistics.items()}
         self._waiting.append((named, [Moments.of(x) for x in values]))
 
     def drop(self) -> None:
-        """Forgets what waits, as after a step that failed."""
+        """Discards values that wait for [`flush`], such as those of a step that failed."""
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Gathers and records what waits. A collective call."""
+        """Gathers and records the values that wait. A collective call."""
         waiting, self._waiting = self._waiting, []
         rows = []
         for _, of_process in waiting:
@@ -342,7 +345,7 @@ class Logs:
         self._waiting.append(({f"{self.prefix}{name}": mean}, (of_process[0], of_process[1])))
 
     def value(self, name: str, value: float) -> None:
-        """Records, for training, a number that all processes have."""
+        """Records a number that is the same in all processes, as a metric of training."""
         self._metrics["train"][name].append(value)
 
     def importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:

@@ -246,7 +246,7 @@ def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
 
 
 def _count(parameter: nn.Parameter) -> int:
-    """Numbers of a parameter, those of other processes included; bitsandbytes packs two or more of 4 bits into one."""
+    """Number of elements of a parameter, including those on other processes. bitsandbytes packs two or more of 4 bits into one."""
     count = getattr(parameter, "ds_numel", parameter.numel())
     return 2 * parameter.element_size() * count if type(parameter).__name__ == "Params4bit" else count
 
@@ -254,8 +254,8 @@ def _count(parameter: nn.Parameter) -> int:
 @contextlib.contextmanager
 def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
-    Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device. With FSDP and
-    DeepSpeed that is the CPU until training begins, where FlashAttention has no kernel.
+    Context for passes before a model is wrapped: in the precision of training, and with an attention that its device supports. With FSDP
+    and DeepSpeed the model is on the CPU until training begins, where FlashAttention has no kernel.
     """
     base = base_of(model)
     chosen = base.config._attn_implementation

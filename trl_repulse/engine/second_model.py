@@ -287,7 +287,7 @@ class SecondModel:
 
 
 def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An optimizer's state of one parameter, flat: nested names (bitsandbytes) are joined by a slash."""
+    """Yields an optimizer's state of one parameter with flat names: nested names (bitsandbytes) are joined by a slash."""
     for name, value in slots.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
@@ -470,7 +470,7 @@ class SecondAdapter(SecondModel):
 
     @contextlib.contextmanager
     def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
-        """With DeepSpeed, parameters are their whole float32 copies inside; if `changed`, these are copied back."""
+        """Context in which, with DeepSpeed, the parameters are their float32 copies. With `changed=True`, these are copied back."""
         if self._masters is None:
             yield
             return
@@ -547,8 +547,8 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
 
 def load_reference(trainer: Any, checkpoint: Path) -> None:
     """
-    Takes up what [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or that of another
-    model.
+    Loads the reference that [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or
+    that of another model.
     """
     if not trainer.args.sync_ref_model:
         return

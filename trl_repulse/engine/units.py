@@ -154,7 +154,7 @@ class Units:
         return tensors
 
     def added_to_rows(self) -> dict[str, torch.Tensor]:
-        """What a negative term adds to a batch of TRL's GRPO trainer, with its rows first."""
+        """The tensors that a negative term adds to a batch of TRL's GRPO trainer, with rows as the first axis."""
         names = [key for key in self.to_batch() if key.startswith(_PREFIXES[EXTRA]) or key == _FIELDS["coefficients"]]
         return {name: x for name, x in self.to_batch().items() if name in names}
 
@@ -163,7 +163,7 @@ class Units:
         return {OWN: self.own} if self.extra is None else {OWN: self.own, EXTRA: self.extra}
 
     def split(self, parts: int) -> list["Units"]:
-        """As many parts of neighbouring units."""
+        """Splits the units into this number of parts."""
         batch = self.to_batch()
         chunks = [x.chunk(parts) for x in batch.values()]
         return [Units.of(dict(zip(batch, values, strict=True))) for values in zip(*chunks, strict=True)]
@@ -174,7 +174,7 @@ class Units:
 
     @property
     def extra_samples(self) -> CompletionSet:
-        """The extra samples, where there must be some."""
+        """The extra samples. Raises a `ValueError` if there are none."""
         if self.extra is None:
             raise ValueError("No extra samples were drawn for this batch.")
         return self.extra
@@ -270,7 +270,10 @@ class Drawing:
             raise
 
     def generate_single_turn(self, prompt_ids: list[list[int]], generate: Callable[..., Any]) -> Any:
-        """What TRL's hook returns for prompts; `generate` takes prompts and, as `drawn_by`, which rows another sampler draws."""
+        """
+        Generates completions with `generate`, which takes prompts and `drawn_by`: which rows another sampler draws, and that sampler.
+        Extra samples drawn in the same call are kept for [`draw_extra`].
+        """
         return generate(prompt_ids) if self._joint is None else self._joint.draw(prompt_ids, generate)
 
     # Samples with rewards

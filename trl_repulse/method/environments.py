@@ -52,7 +52,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
     if given.get("rollout_func"):
         raise ValueError(
             f"{others} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
-            f"temperature: importance weights would be wrong without a word. Pass `tools` or an `environment_factory` instead. {remedy}."
+            f"temperature: importance weights could be wrong unnoticed. Pass `tools` or an `environment_factory` instead. {remedy}."
         )
     names = [name for name in ("tools", "environment_factory") if given.get(name)]
     if not names:

@@ -86,7 +86,10 @@ class HotPolicy(ExtraSamplesTerm):
         return is_below(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
 
     def wanted(self, units: Units) -> Wanted:
-        """As [`NegativeTerm.wanted`]: until samples are weighed those that may be bad, also under the sampler; no others have a weight."""
+        """
+        As [`NegativeTerm.wanted`]. Until samples are weighed, the extra samples that may be bad, and all bad samples under the sampler
+        too: no others have a weight.
+        """
         extra = units.extra_samples
         if extra.coefficients is not None:
             return super().wanted(units)
@@ -123,7 +126,7 @@ class HotPolicy(ExtraSamplesTerm):
         return Weights(*by_unit, log_w=log_w, log_potential=log_potential, log_p=log_p, log_q=log_q)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """As [`NegativeTerm.observe`]; the choice of samplers and a constraint see the bad samples."""
+        """As [`NegativeTerm.observe`]. The choice of samplers and a constraint get the bad samples."""
         log_w, log_potential, constraint = weights.log_w, weights.log_potential, self.services.constraint
         log_p, log_q = weights.log_p, weights.log_q
         assert log_w is not None and log_potential is not None and log_p is not None and log_q is not None
@@ -190,7 +193,10 @@ class SamplerChoice:
         return self.samplers[self.index]
 
     def choose(self, gathers: bool = True) -> None:
-        """Counts what was found since the last choice, by this process alone if it `gathers`, and chooses the next sampler. A collective call."""
+        """
+        Adds the bad samples found since the last choice, gathered from all processes if `gathers`, and chooses the next sampler. A
+        collective call.
+        """
         self._finds.extend(gather_object(self._new) if gathers else self._new)
         self._new = []
         self._raise_tokens()

@@ -149,7 +149,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return shape.training and self._updates_first
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
-        """As [`NegativeTerm.learn`]; an update after the policy's keeps the samples instead."""
+        """As [`NegativeTerm.learn`]. With `proposal_update_order="after"`, keeps the samples for the update after the policy's."""
         if not shape.training:
             return
         if not self._updates_first:

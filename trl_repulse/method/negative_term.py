@@ -158,7 +158,7 @@ class NegativeTerm:
         return self.weigh_early(units, shape) if shape.early else units
 
     def weigh_early(self, units: Units, shape: Shape) -> Units:
-        """Weighs the samples of a generation batch as they are drawn."""
+        """Adds weights to the samples of a generation batch when they are drawn."""
         weights = self.weigh(units, SetScores(), shape)
         self.observe(units, SetScores(), weights, shape)
         return weights.added_to(units)
@@ -170,7 +170,7 @@ class NegativeTerm:
         return Wanted()
 
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
-        """Adds to the policy's scores those of a proposal."""
+        """Adds the scores of a proposal to those of the policy."""
         return scores
 
     # Weigh
@@ -181,7 +181,8 @@ class NegativeTerm:
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
         """
-        Weights of the samples; changes nothing. Here of the policy's own, whose log-probabilities are not needed.
+        Computes the weights of samples, without side effects. The base class weighs the policy's own samples, and does not need their
+        log-probabilities.
 
         Args:
             units ([`Units`]): Units with rewards and, for `negative_loss="reinforce"`, `returns`.
@@ -198,7 +199,7 @@ class NegativeTerm:
         return Weights(own=self.services.by_unit(own, units.own.rewards), log_w=log_w, log_potential=log_potential)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """Logs what was weighed, and lets whatever adapts to it know. A collective call."""
+        """Logs the weights, and passes them to what adapts to them, such as a constraint. A collective call."""
         if weights.log_w is not None and weights.log_potential is not None:
             self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
 
@@ -211,7 +212,7 @@ class NegativeTerm:
         """Updates a proposal, once the gradient of an update is complete."""
 
     def drop(self) -> None:
-        """Forgets samples that wait for the end of an update, as those of a run that failed."""
+        """Discards samples that wait for the end of an update, such as those of a run that failed."""
 
     # What a checkpoint keeps
 
@@ -287,11 +288,11 @@ class ExtraSamplesTerm(NegativeTerm):
         return self.weigh_early(units, shape) if shape.early else units
 
     def after_drawing(self, units: Units, shape: Shape) -> Units:
-        """Sees a generation batch with its extra samples, before anything is scored, and may add to it. All processes call it."""
+        """Hook that may read and extend a generation batch with its extra samples before it is scored. All processes call it."""
         return units
 
     def weigh_early(self, units: Units, shape: Shape) -> Units:
-        """As [`NegativeTerm.weigh_early`]; what is scored for it is kept, since the policy changes until samples are used."""
+        """As [`NegativeTerm.weigh_early`]. The scores are kept with the samples, since the policy changes before these are used."""
         wanted, extra = self.wanted(units), units.extra_samples
         sets: tuple[str, ...] = (EXTRA, OWN)
         needed = wanted.needed

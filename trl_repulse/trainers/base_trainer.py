@@ -458,7 +458,10 @@ class BaseTrainer(GRPOTrainer):
         return self._transform(samples.rewards) - self.beta * self._kl(samples, log_p)
 
     def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
-        """Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token, by its `total`."""
+        """
+        Logs the return, with and without transform, from rewards and KL terms (nats) of samples, and the KL a token from its `total` and
+        the number of `tokens`.
+        """
         logs = self._logs_of_run
         if self.beta != 0.0:
             logs.token_mean("kl", total, tokens)

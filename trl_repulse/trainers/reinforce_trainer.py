@@ -137,13 +137,13 @@ class ReinforceTrainer(BaseTrainer):
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        """Lets the constraint, if there is one, see the policy's samples."""
+        """Passes the policy's samples to the constraint, if there is one."""
         if self.constraint is not None:
             bad = is_below(rewards, self.args.bad_reward_threshold).float()
             self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _tail(self, rewards: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Rewards whose mean is that of the worst among them, of each completion, `(U, n)`; logs it."""
+        """Rewards `(U, n)` whose mean is that of the worst share of the rewards (CVaR); logs it."""
         args, state, generations, accelerator = self.args, self.state, shape.generations, self.accelerator
         level = args.cvar_level  # in evaluation always the same
         if shape.training:
