@@ -1,5 +1,6 @@
 """Symptoms of failure in the log of a training run. Each has a section in docs/reading_a_run.md. Needs only the standard library."""
 
+import contextlib
 import json
 import math
 import re
@@ -178,7 +179,7 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "jumping_kl", "narrow", "collapse"  # symptoms that trainers warn of by themselves
+AT_ONCE = "constant_reward", "jumping_kl", "narrow", "collapse"  # symptoms that trainers warn of by themselves
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
@@ -264,11 +265,16 @@ def _not_finite(log: RunLog) -> str | None:
 
 
 def _constant_reward(log: RunLog) -> str | None:
-    size = max((abs(value) for _, value in log.columns.get("reward", ())), default=0.0)
-    spans = log.spans("reward_std")
-    if any(span.mean > CONSTANT * max(size, 1.0) for span in spans):
-        return None
-    return f"`reward_std` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    log.spans("reward_std")  # raises `Unknown` without
+    of_functions = [name.removesuffix("std") for name in log.columns if re.fullmatch(r"rewards/.+/std", name)]
+    names = {"reward_std": "reward"} | {f"{name}std": f"{name}mean" for name in of_functions}
+    for name, mean in names.items():
+        size = max((abs(value) for _, value in log.columns.get(mean, ())), default=0.0)
+        with contextlib.suppress(Unknown):  # a function that gave too few rewards
+            spans = log.spans(name)
+            if all(span.mean <= CONSTANT * max(size, 1.0) for span in spans):
+                return f"`{name}` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    return None
 
 
 def _collapse(log: RunLog) -> str | None:
@@ -449,7 +455,8 @@ SYMPTOMS = {
         "A reward that does not vary",
         "the reward function gives all completions the same number, so that there is nothing to learn",
         (
-            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+            "call the reward function on two completions that should differ (of a conversation, a completion is a list of messages), and "
+            "look at its input with `log_completions=True`",
         ),
         _constant_reward,
     ),
