@@ -347,12 +347,7 @@ VARIANTS = {
     "modules to save": {"peft": {"modules_to_save": ["ln_f"]}},
     "dora": {"peft": {"use_dora": True}},
     "after": {"proposal_update_order": "after"},
-    "two proposal updates": {"proposal_updates_per_step": 2},
-    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
-    "cut prompts": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-    "reused": {"num_iterations": 2},
     "dpg": {"proposal_loss": "dpg"},
-    "bf16": {"bf16": True},
 }
 
 

@@ -62,15 +62,6 @@ def test_a_proposal_of_empty_completions(make, model_dirs, prompts, warnings, st
 
 
 @pytest.mark.thorough
-def test_a_warning_looks_back_on_updates_not_on_micro_batches(make, warnings):
-    for updates, said in ((15, 0), (20, 1)):
-        trainer = make(**FROZEN, max_steps=updates, per_device_train_batch_size=8, gradient_accumulation_steps=2)
-        say(trainer, EOS)
-        trainer.train()
-        assert len(warnings()) == said
-
-
-@pytest.mark.thorough
 def test_a_sound_proposal_gives_no_warning(make, warnings):
     trainer = make(**FROZEN, max_steps=25)  # a copy of the policy
     trainer.train()

@@ -336,10 +336,36 @@ PPO_REFUSED += [
 ]
 
 
+# Where completions are batched one by one
+ROWS_REFUSED = [
+    ("negative_loss", {"negative_loss": "reinforce"}),
+    ("proposal_updates_per_step", {"proposal_updates_per_step": 2}),
+    ("proposal_update_order", {"proposal_update_order": "after"}),
+    ("proposal_loss", {"proposal_loss": "dpg"}),
+    ("num_proposal_generations", {"num_proposal_generations": 6, "num_generations": 4}),
+    ("temperature", {"temperature": 0.7}),
+    ("disable_dropout", {"disable_dropout": False}),
+    ("target_dist_beta", {"target_dist_beta": 1.0}),
+    ("logprob_reduction", {"logprob_reduction": "max"}),
+]
+REPULSE_PPO_REFUSED = [
+    ("num_generations", {"num_generations": 1}),
+    ("num_generations", {"num_generations": 1, "num_proposal_generations": 4, "proposal": "policy"}),
+    ("loss_type", {"loss_type": "cispo"}),
+]
+GRPO_REFUSED = [
+    ("reward_transform", {"reward_transform": "exponential"}),
+    ("reward_transform", {"reward_transform": "exponential", "alpha": 0.0}),
+]
+
+
 @pytest.mark.parametrize(
     ("config_cls", "name", "kwargs"),
     [(RePULSeConfig, name, {"num_generations": 4} | kwargs) for name, kwargs in REFUSED]
-    + [(PPOConfig, *case) for case in PPO_REFUSED],
+    + [(PPOConfig, *case) for case in PPO_REFUSED]
+    + [(config_cls, *case) for config_cls in (RePULSePPOConfig, RePULSeGRPOConfig) for case in ROWS_REFUSED]
+    + [(RePULSePPOConfig, *case) for case in REPULSE_PPO_REFUSED]
+    + [(RePULSeGRPOConfig, *case) for case in GRPO_REFUSED],
 )
 def test_refused_values_name_the_field_in_one_line(make, config_cls, name, kwargs):
     if config_cls is RePULSeConfig and "per_device_train_batch_size" in kwargs:

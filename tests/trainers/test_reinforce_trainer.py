@@ -63,25 +63,6 @@ def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs
     assert unmoved == (METHODS[method].get("baseline") not in ("none", "constant") or method == "REINFORCE++")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"num_iterations": 2},
-        {"per_device_train_batch_size": 8, "steps_per_generation": 2},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-    ],
-    ids=["reused", "several updates a generation", "cut prompts", "several generations an update"],
-)
-@pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
-def test_normalised_methods_in_other_batches(make, evaluator, method, extra):
-    trainer = make(ReinforceTrainer, max_steps=12, **METHODS[method], **extra)
-    start = evaluator.evaluate(trainer.model).expected_reward
-    trainer.train()
-    assert evaluator.evaluate(trainer.model).expected_reward > start + 0.1
-
-
 @pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
 def test_logged_advantages_are_normalised_over_the_batch(make, method):
     trainer = make(ReinforceTrainer, log_completions=True, max_steps=1, **METHODS[method])
