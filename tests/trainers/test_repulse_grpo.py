@@ -13,8 +13,8 @@ from examples.worlds.two_tokens import load_prompts, policy_path, reward_model_p
 from trl_repulse import RePULSeGRPOTrainer
 
 from ..conftest import same_parameters
-from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p
-from .test_repulse_ppo_math import CASES, pushed
+from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, pushed, recorded, rows_log_p
+from .test_repulse_ppo_math import CASES
 from .test_trainer_math import reference_loss
 
 
