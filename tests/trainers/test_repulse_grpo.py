@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from examples.worlds.two_tokens import load_prompts, policy_path, reward_model_p
 from trl_repulse import RePULSeGRPOTrainer
 
 from ..conftest import same_parameters
-from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, pushed, recorded, rows_log_p
-from .test_repulse_ppo_math import CASES
-from .test_trainer_math import reference_loss
+from ..recorded import POLICY, PROMPTS, N, assert_gradients, recorded, rows_log_p
+from .test_repulse_ppo_math import CASES, negative_term, settings_of
 
 
 pytestmark = pytest.mark.trainer
@@ -78,20 +76,11 @@ RUNS += [("llama", (2, 4), "dapo", case) for case in CASES if "completion" not i
 
 def check(tokenizer, reward, trainer, policy, proposal, reference, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(
-        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
-    )
+    args = settings_of(trainer, **changed)
     loss = grpo_loss(policy, reference, tokenizer, reward, args)
-    if proposal is not None:
-        both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
-        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
-        term = both - reference_loss(policy, None, reference, tokenizer, reward, alone)[0]
-        assert_gradients(proposal_loss, proposal, grads["proposal"])
-    else:
-        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
-        term = pushed(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL])
-    assert_gradients(loss + term, policy, grads["policy"])
-    assert trainer.state.log_history[0]["loss"] == pytest.approx((loss + term).item(), abs=2e-5)
+    loss = loss + negative_term(policy, proposal, reference, tokenizer, reward, args, grads)
+    assert_gradients(loss, policy, grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=2e-5)
 
 
 @pytest.mark.thorough

@@ -54,24 +54,31 @@ RUNS = [("gpt2", batches, case) for case in CASES for batches in [(8, 1), (1, 8)
 RUNS += [("llama", (4, 2), case) for case in ("hot", "own", "proposal")]
 
 
+def settings_of(trainer, **changed):
+    """A trainer's settings for the formulas, of which `changed` are other ones."""
+    plain = {"baseline": "none", "normalize_advantages": False, "cvar_level": None}
+    return SimpleNamespace(**(vars(trainer.args) | plain | changed))
+
+
+def negative_term(policy, proposal, reference, tokenizer, reward, args, grads):
+    """The negative term, written out; compares the gradients of a proposal, if there is one."""
+    if proposal is None:
+        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
+        return pushed(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+    assert_gradients(proposal_loss, proposal, grads["proposal"])
+    alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
+    return both - reference_loss(policy, None, reference, tokenizer, reward, alone)[0]
+
+
 def check(tokenizer, reward, trainer, models, reference, rows, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(
-        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
-    )
-    policy_loss, error = reference_losses(models["policy"], models["value"], rows, tokenizer, args)
-    if "proposal" in models:
-        both, proposal_loss = reference_loss(models["policy"], models["proposal"], reference, tokenizer, reward, args)
-        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
-        first_term, _ = reference_loss(models["policy"], None, reference, tokenizer, reward, alone)
-        term = both - first_term
-        assert_gradients(proposal_loss, models["proposal"], grads["proposal"])
-    else:
-        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
-        term = pushed(models["policy"], tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    args, policy = settings_of(trainer, **changed), models["policy"]
+    loss, error = reference_losses(policy, models["value"], rows, tokenizer, args)
+    loss = loss + negative_term(policy, models.get("proposal"), reference, tokenizer, reward, args, grads)
     assert_gradients(error, models["value"], grads["value"])
-    assert_gradients(policy_loss + term, models["policy"], grads["policy"])
-    assert trainer.state.log_history[0]["loss"] == pytest.approx((policy_loss + term).item(), abs=2e-5)
+    assert_gradients(loss, policy, grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=2e-5)
 
 
 @pytest.mark.thorough
