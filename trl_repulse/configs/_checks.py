@@ -167,7 +167,7 @@ def check_shared(args: Any) -> None:
         require(args, args.ref_model_sync_steps >= 1, "ref_model_sync_steps", "must be at least 1")
     for name in ("fp16_full_eval", "bf16_full_eval"):
         remedy = (
-            "casts the policy for good where `evaluate` is called by itself, and no second model; leave it False (with "
+            "would cast the policy permanently, and no second model; leave it False (with "
             f"`{name.removesuffix('_full_eval')}=True` evaluation runs in that precision too)"
         )
         require(args, not getattr(args, name), name, remedy)
@@ -274,6 +274,7 @@ def _check_rows(args: Any) -> None:
 
 
 def check_second_schedule(args: Any) -> None:
+    """Refuses schedules that follow a metric, which two models cannot share."""
     remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
     require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
 

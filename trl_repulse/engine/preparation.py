@@ -190,7 +190,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
         if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
-                    guard = _find_out(trainer, name, module, quiet, attention)
+                    guard = _probe_model(trainer, name, module, quiet, attention)
                     fits = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
                     guard = replace(guard, fused_head=fits)
                 except ValueError as error:
@@ -210,8 +210,8 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
 
 def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
     """
-    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size, or of the optimizer that was given. Warns
-    of TRL's default if the rule gives ten times as much or more.
+    Sets a learning rate that is unset: to that of a given optimizer, or by the rule of thumb for the policy's size. Warns about TRL's
+    default if the rule gives at least ten times as much.
 
     Raises:
         `ValueError`: If DeepSpeed's configuration, which is read before the model, has an optimizer or a schedule.
@@ -270,7 +270,8 @@ def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
             base.set_attn_implementation(chosen)
 
 
-def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
+def _probe_model(trainer: Any, name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
+    """Finds out how a model can be sampled and scored, and whether completions can share rows; arguments as for [`guard_model`]."""
     if quiet:
         check_noise(model, name)
     wanted = trainer.args.share_prompts

@@ -130,8 +130,8 @@ def warn_of_a_run(output_dir: str) -> None:
     files = (TRAINER_STATE_NAME, "results.json", "config.json", "adapter_config.json", f"{PREFIX_CHECKPOINT_DIR}-*")
     if any(path for pattern in files for path in folder.glob(pattern)):
         logger.warning(
-            "`output_dir=%r` holds a run or a model, whose files this one writes over: to go on with that run, stop and set "
-            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`); to keep it, name another folder.",
+            "`output_dir=%r` holds a run or a model, and this run overwrites its files. To continue that run, stop and set "
+            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`). To keep it, name another folder.",
             output_dir,
         )
 
@@ -341,7 +341,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         text = _rendered(trainer, drawn["messages"])["text"]
         if text != drawn["text"]:
             raise ValueError(
-                f"Other prompts would be drawn for than in the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
+                f"Prompts differ from those of the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
                 f"{new_run}."
             )
         if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):

@@ -566,8 +566,8 @@ def load_reference(trainer: Any, checkpoint: Path) -> None:
     names = {name for name, _ in module.named_parameters()}
     if names != set(weights):
         raise ValueError(
-            f"{path} is not of a reference as `model` makes it: `{min(names ^ set(weights))}` is in one of them alone; set "
-            "`model` to what the run began with."
+            f"{path} does not fit the reference that `model` makes: only one of them has `{min(names ^ set(weights))}`. Set `model` to the "
+            "one that the run began with."
         )
     if trainer.accelerator.is_fsdp2:
         set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
@@ -642,6 +642,7 @@ def build_value_model(
 
 
 def _load(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model."""
     if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # not of a head that is new
         quantization_config = copy.deepcopy(quantization_config)
         skipped = quantization_config.llm_int8_skip_modules or []
@@ -689,6 +690,7 @@ def _require_token_classifier(config: Any) -> None:
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
+    """The linear head of a classifier. Raises a `ValueError` if there is not exactly one."""
     heads = [child for child in model.children() if isinstance(child, nn.Linear)]
     if len(heads) != 1:
         raise ValueError(
@@ -699,6 +701,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _set_head(value: PreTrainedModel, source: nn.Linear | None) -> None:
+    """Copies a head to a value model's, or sets that to 0 if `source` is `None`."""
     head = _head(value)
     with torch.no_grad():
         nn.init.zeros_(head.weight)

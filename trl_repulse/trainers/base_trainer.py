@@ -730,8 +730,8 @@ class BaseTrainer(GRPOTrainer):
         engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
         if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
             raise ValueError(
-                f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
-                "float32. Set `fp16=False`, and `bf16=True` for half precision."
+                f"`fp16=True` is not supported by Accelerate on {self.accelerator.device.type!r}, where it would train in float32. Set "
+                "`fp16=False`, and `bf16=True` for half precision."
             )
         if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
             raise ValueError(
