@@ -198,15 +198,13 @@ class SecondModel:
         return _fsdp.whole(norm).item()
 
     def update(self, logs: "Logs", folder: str, advance_schedule: bool = True) -> None:
-        """[`step`] and [`step_schedule`], with learning rate and gradient norm in the logs under the model's `folder`."""
+        """
+        Calls [`step`], with learning rate and gradient norm in the logs under the model's `folder`. Then advances the schedule, if
+        `advance_schedule` and the step was not skipped.
+        """
         logs.value(f"{folder}/learning_rate", self.optimizer.param_groups[0]["lr"])
         logs.value(f"{folder}/grad_norm", self.step())
-        if advance_schedule:
-            self.step_schedule()
-
-    def step_schedule(self) -> None:
-        """Advances the learning rate schedule, unless the last step was skipped."""
-        if not self._step_was_skipped:
+        if advance_schedule and not self._step_was_skipped:
             self.scheduler.step()
 
     def save_pretrained(self, directory: str | Path, write: bool) -> None:

@@ -48,11 +48,6 @@ class Shape:
     micro_batch: int
 
     @property
-    def mode(self) -> str:
-        """`"train"` or `"eval"`."""
-        return "train" if self.training else "eval"
-
-    @property
     def extra_unit(self) -> int:
         """m, extra samples of a unit."""
         return self.extra * self.unit // self.generations

@@ -137,8 +137,8 @@ class ReinforceTrainer(BaseTrainer):
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        """Passes the policy's samples to the constraint, if there is one."""
-        if self.constraint is not None:
+        """Passes the policy's samples to the constraint, unless there is none or the negative term does so."""
+        if self.constraint is not None and not (self._negative is not None and self._negative.observes_bad):
             bad = is_below(rewards, self.args.bad_reward_threshold).float()
             self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
@@ -158,7 +158,7 @@ class ReinforceTrainer(BaseTrainer):
         # A share of less than one sample has no mean, as in an evaluation with one completion a prompt
         if level * generations >= 1:
             self._logs_of_run.mean("reward_cvar", tail)
-        self._metrics[shape.mode]["cvar_level"].append(level)
+        self._logs_of_run.metrics["cvar_level"].append(level)
         return tail
 
     def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:
