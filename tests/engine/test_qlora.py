@@ -15,10 +15,6 @@ bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.trainer
 
 
-def quantized_weights(model):
-    return {name: p for name, p in model.named_parameters() if isinstance(p, bnb.nn.Params4bit)}
-
-
 def train(make, own, **kwargs):
     extra = {
         "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
