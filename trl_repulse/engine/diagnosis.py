@@ -179,7 +179,8 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "constant_reward", "jumping_kl", "narrow", "collapse"  # symptoms that trainers warn of by themselves
+AT_ONCE = "jumping_kl", "narrow"  # symptoms that need no time to show
+BY_TRAINERS = *AT_ONCE, "constant_reward", "collapse"  # symptoms that trainers warn of by themselves
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient

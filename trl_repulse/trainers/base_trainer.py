@@ -49,7 +49,7 @@ from ..data._prompts import (
     warn_of_template,
 )
 from ..data._texts import check_added_tokens, completion_texts, joins
-from ..engine.diagnosis import AT_ONCE, UPDATES, diagnose
+from ..engine.diagnosis import BY_TRAINERS, UPDATES, diagnose
 from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
 from ..engine.records import (
@@ -717,7 +717,7 @@ class BaseTrainer(GRPOTrainer):
             # Reads the whole log, and therefore ever less often
             self._next_look = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
             for finding in diagnose(self.state.log_history, vars(self.args)).findings:
-                if finding.symptom in AT_ONCE and finding.symptom not in self._told:
+                if finding.symptom in BY_TRAINERS and finding.symptom not in self._told:
                     logger.warning(str(finding))
                     self._told |= {finding.symptom}
 
