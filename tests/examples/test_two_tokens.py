@@ -3,7 +3,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
@@ -99,27 +98,6 @@ class TestExactNumbers:
         assert report.kl == 0.0
         assert evaluator.log_probs(policy).isfinite().all()
 
-    def test_reward_has_room_to_rise(self, evaluator, policy):
-        report = evaluator.evaluate(policy)
-        assert 0 < report.expected_reward < 1
-        assert 3.9 < report.max_reward < 4.2
-        assert ((evaluator.rewards > 3.8).sum(dim=1) >= 10).all()  # many completions are about equally good
-
     def test_reward_separates_rude_from_all_else(self, evaluator):
         assert evaluator.rewards[:, evaluator.bad].max() < -5
         assert evaluator.rewards[:, ~evaluator.bad].min() > -4.5
-
-    def test_reward_model_follows_the_grammar(self, evaluator, tokenizer):
-        special = set(tokenizer.all_special_ids)
-        rows = [
-            [token for token in row if token >= 0 and token not in special]
-            for row in evaluator.completion_ids.tolist()
-        ]
-        words = [tokenizer.convert_ids_to_tokens(row) for row in rows]
-        score = torch.tensor([[grammar.score(family, row) for row in words] for family in ("person", "thing")])
-        assert (evaluator.rewards - score).abs().mean() < 0.1
-
-    def test_tilted_target_is_rude(self, evaluator, policy):
-        report = evaluator.evaluate_proposal(policy, policy, beta=-10.0)
-        assert report.target_expected_reward < -6.5
-        assert report.target_log_prob_bad > -1e-3
