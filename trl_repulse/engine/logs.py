@@ -475,7 +475,7 @@ class Tables:
         """
         table = self.extra if is_extra else self.own
         real, pending = self._logs.real_rows(len(samples.prompts)), self._pending
-        rewards = samples.units.rewards.flatten()
+        rewards = samples.completion_set.rewards.flatten()
         if len(self._names) > 1:  # a column of the same name that a reward function logged stays
             pending.setdefault("reward", rewards.tolist())
         if self._transforms:

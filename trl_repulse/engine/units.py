@@ -218,7 +218,7 @@ class Samples:
     completions: list  # in the same form
     prompt_ids: torch.Tensor  # (B, L), left-padded
     prompt_mask: torch.Tensor  # (B, L)
-    units: CompletionSet  # in units of n neighbouring rows
+    completion_set: CompletionSet  # in units of n neighbouring rows
     rewards_per_func: torch.Tensor  # (B_all, F), of all processes' rows
 
 
@@ -279,7 +279,7 @@ class Drawing:
         samples = self._draw(rows, shape, n)
         self._tables.record(samples)
         places = torch.arange(len(rows), device=samples.prompt_ids.device).view(-1, n)
-        return Units(samples.prompt_ids[::n], samples.prompt_mask[::n], samples.units, rows=places)
+        return Units(samples.prompt_ids[::n], samples.prompt_mask[::n], samples.completion_set, rows=places)
 
     def draw_extra(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source) -> CompletionSet:
         """
@@ -311,9 +311,9 @@ class Drawing:
             F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in pairs
         )
         if torch.equal(of_samples, of_units.repeat_interleave(m, 0)):
-            return samples.units
+            return samples.completion_set
         prompt_ids, prompt_mask = (x.unflatten(0, (-1, m)) for x in (samples.prompt_ids, samples.prompt_mask))
-        return replace(samples.units, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+        return replace(samples.completion_set, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 
     def _draw(self, rows: list[dict[str, Any]], shape: Shape, n: int) -> Samples:
         """Draws one completion a row, in units of n neighbouring rows, and records metrics."""
@@ -349,5 +349,5 @@ class Drawing:
         tensors["mask"] = mask
         if tool_mask is not None:
             tensors |= {"attended": mask, "mask": mask * padded(tool_mask, "right")[0]}
-        units = CompletionSet(**{name: x.unflatten(0, (-1, n)) for name, x in tensors.items()})
-        return Samples(prompts, completions, *padded(prompt_ids, "left"), units, rewards_per_func)
+        completion_set = CompletionSet(**{name: x.unflatten(0, (-1, n)) for name, x in tensors.items()})
+        return Samples(prompts, completions, *padded(prompt_ids, "left"), completion_set, rewards_per_func)
