@@ -3,6 +3,8 @@
 A test compares them with formulas that it writes out from plain forward passes, one unpadded row at a time (`rows_log_p`).
 """
 
+import math
+
 import torch
 from datasets import Dataset
 from transformers import (
@@ -132,11 +134,48 @@ def gradients(trainer, modules):
     return grads
 
 
+def written(model, tokenizer, prompt, completion, temperature=1.0, tool=None):
+    """Log-probabilities of a completion's tokens from one unpadded forward, 0 at the token of a `tool`; a mask of the others."""
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion], device=model.device)
+    logits = model(input_ids=ids).logits[0, :-1] / temperature
+    log_p = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)[-len(completion) :]
+    own = torch.tensor([token != tool for token in completion], device=model.device)
+    return torch.where(own, log_p, 0.0), own
+
+
 def rows_log_p(model, tokenizer, prompt, completion):
     """Log-probabilities of one completion's tokens, from one unpadded forward."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion], device=model.device)
-    log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-    return log_p[-len(completion) :]
+    return written(model, tokenizer, prompt, completion)[0]
+
+
+def reduced(log_p, own, args):
+    return log_p.sum() / own.sum() if args.logprob_reduction == "mean" else log_p.sum()
+
+
+def pushed(policy, tokenizer, reward, args, drawn, groups=POLICY, begun=None, tool=None):
+    """
+    The negative term of the policy's own samples, `groups`, or of these and hot ones, `drawn` of each prompt, written out. `begun` is what
+    environments add to the prompts of the hot ones.
+    """
+    loss = 0.0
+    for i, (prompt, group, others) in enumerate(zip(PROMPTS, groups, drawn, strict=True)):
+        prompts = [prompt] * N + [prompt + (begun[i][k % N] if begun else "") for k in range(len(others))]
+        completions = group + others
+        rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in completions])
+        scores = [written(policy, tokenizer, *pair, tool=tool) for pair in zip(prompts, completions, strict=True)]
+        w = []
+        for p, c, (log_p, _), r in zip(prompts, completions, scores, rewards, strict=True):
+            ratio, bad = 1.0, True
+            if others:
+                at_1, bad = math.exp(log_p.sum().item()), r < args.bad_reward_threshold
+                hot = math.exp(written(policy, tokenizer, p, c, args.proposal_temperature, tool)[0].sum().item())
+                ratio = at_1 * len(completions) / (N * at_1 + len(others) * hot)
+            w.append(ratio * math.exp(args.target_dist_beta * r) if bad else 0.0)
+        assert sum(w) > 0
+        alpha = args.alpha / (len(others) or N) if args.alpha_normalization == "samples" else args.alpha
+        for weight, score in zip(w, scores, strict=True):
+            loss = loss + alpha * weight / sum(w) * reduced(*score, args) / len(PROMPTS)
+    return loss
 
 
 def assert_gradients(loss, module, actual):

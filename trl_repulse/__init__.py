@@ -1,8 +1,9 @@
 """RePULSe for TRL: find a language model's rarest, worst outputs with a learned proposal, and make them rarer."""
 
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ._lazy import lazy_names
 
 
 __version__ = version("trl-repulse")
@@ -26,12 +27,6 @@ if TYPE_CHECKING:
     from .trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "configs" if name.endswith("Config") else "trainers"
-    return getattr(import_module(f".{module}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: "configs" if name.endswith("Config") else "trainers" for name in __all__}
+)

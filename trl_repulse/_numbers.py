@@ -26,13 +26,11 @@ _WORDS = {
 
 def is_bad(rewards: Any, threshold: float) -> Any:
     """
-    Whether rewards (a tensor, an array or a number) are under a threshold; false for NaN. Whatever counts bad outputs calls this. It
-    compares in float32, in which trainers keep rewards: a reward of 0.7 is not under 0.7, however it was stored.
+    Whether rewards (an array or a number) are under a threshold; false for NaN. All code that counts bad outputs calls this, or
+    [`~trl_repulse.math.objective.is_below`] for tensors. Both compare in float32, in which trainers keep rewards: a reward of 0.7 is not
+    under 0.7, however it was stored.
     """
-    if isinstance(rewards, float | int):
-        rewards = c_float(rewards).value
-    else:
-        rewards = rewards.astype("float32") if type(rewards).__module__ == "numpy" else rewards.float()
+    rewards = c_float(rewards).value if isinstance(rewards, float | int) else rewards.astype("float32")
     return rewards < c_float(threshold).value
 
 

@@ -197,7 +197,7 @@ def test_a_trainer_in_a_used_folder_says_so(make, caplog):
     assert "holds a run" not in caplog.text
     trainer = make(max_steps=1)
     trainer.train()
-    assert caplog.text.count("holds a run or a model, whose files this one writes over") == 1
+    assert caplog.text.count("holds a run or a model, and this run overwrites its files") == 1
     trainer.train()
     assert caplog.text.count("holds a run") == 1  # its own
 

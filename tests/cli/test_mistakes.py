@@ -241,7 +241,7 @@ OURS = {
     ),
     "half precision on a CPU": (
         lambda user: user.make(fp16=True, use_cpu=True),
-        "`fp16=True` asks for what Accelerate does not do on 'cpu'",
+        "`fp16=True` is not supported by Accelerate on 'cpu'",
         "Set `fp16=False`",
     ),
     "output_dir is a file": (

@@ -463,7 +463,7 @@ def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
     train("reinforce", flags)
     assert "holds a run" not in caplog.text
     train("reinforce", [*flags, "--max_steps", "1"])
-    assert "holds a run or a model, whose files this one writes over" in caplog.text
+    assert "holds a run or a model, and this run overwrites its files" in caplog.text
     assert "`--resume_from_checkpoint true`" in caplog.text
 
 

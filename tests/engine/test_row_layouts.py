@@ -307,12 +307,13 @@ def test_what_is_kept_is_what_is_needed():
     needed, asked = (torch.tensor([[1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0]]) == x for x in (1, 0))
     sets = CompletionSets.of(sets_of(batch), PAD, {"b": needed}, {"b": asked})
     before = {
-        int(ids[0]): bool(wanted) for ids, wanted in zip(sets.ids.flatten(0, 1), sets.asked.flatten(), strict=True)
+        int(ids[0]): bool(wanted)
+        for ids, wanted in zip(sets.ids.flatten(0, 1), sets.by_sampler.flatten(), strict=True)
     }
     sets.keep_needed(4)
-    assert sets.read.tolist() == [[True] * 3 + [False], [True] * 3 + [False], [True] * 4, [True] * 2 + [False] * 2]
-    assert sets.mask[~sets.read].eq(0).all()
-    for ids, wanted in zip(sets.ids.flatten(0, 1), sets.asked.flatten(), strict=True):
+    assert sets.needed.tolist() == [[True] * 3 + [False], [True] * 3 + [False], [True] * 4, [True] * 2 + [False] * 2]
+    assert sets.mask[~sets.needed].eq(0).all()
+    for ids, wanted in zip(sets.ids.flatten(0, 1), sets.by_sampler.flatten(), strict=True):
         assert bool(wanted) == before[int(ids[0])]
 
 
@@ -321,4 +322,4 @@ def test_tools_write_what_is_read_and_not_counted():
     batch["a_attended"] = batch["a_mask"].clone()
     batch["a_mask"][:, :, 1] = 0
     sets = CompletionSets.of({"a": sets_of(batch)["a"]}, PAD, {}, None)
-    assert sets.mask.eq(1).all() and sets.asked is None
+    assert sets.mask.eq(1).all() and sets.by_sampler is None

@@ -19,7 +19,7 @@ from trl_repulse.evaluation.preferences import RewardedCompletion, _sides
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.report import estimates
-from trl_repulse.math.objective import indicator_log_potential, indicator_transform
+from trl_repulse.math.objective import indicator_log_potential, indicator_transform, is_below
 
 
 OTHERS = [9.0] * 15
@@ -82,8 +82,9 @@ def test_a_measured_threshold_counts_as_training_does():
 
 def test_rewards_without_a_number_and_large_ones():
     values = np.array([np.nan, 1e300, -1e300, np.inf])
-    assert is_bad(torch.tensor(values), 0.0).tolist() == [False, False, True, False]
+    assert is_bad(values, 0.0).tolist() == is_below(torch.tensor(values), 0.0).tolist() == [False, False, True, False]
     assert not is_bad(float("nan"), 0.0) and is_bad(-1, 0.0) and is_bad(np.float32(-1), 1e300)
+    assert is_below(torch.tensor([-1.0, 1.0]), 1e300).all()
 
 
 def test_nothing_else_compares_rewards_with_a_threshold():

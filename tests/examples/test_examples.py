@@ -165,15 +165,6 @@ def test_tracking_every(example, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_same_seed_gives_the_same_run(example, tmp_path):
-    finals = []
-    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path / name), "--seed", seed])
-        finals.append(read_results(tmp_path / name)["final"])
-    assert finals[0] == finals[1] != finals[2]
-
-
-@pytest.mark.thorough
 def test_more_prompts_an_update_than_there_are(example, tmp_path):
     example.main([*WORLD, *QUICK, "--output_dir", str(tmp_path), "--gradient_accumulation_steps", "2"])
     results = read_results(tmp_path)

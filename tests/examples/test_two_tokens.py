@@ -3,7 +3,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
@@ -51,24 +50,8 @@ class TestFiles:
         # GPT-2's absolute positions: prompts of one length are never padded, hence never shifted.
         assert {len(ids) for ids in tokenizer(prompts)["input_ids"]} == {8}
 
-    def test_architecture(self, policy, tokenizer):
-        assert type(policy).__name__ == "GPT2LMHeadModel"
-        assert policy.config.vocab_size == len(tokenizer)
-        assert policy.config.eos_token_id == tokenizer.eos_token_id
-        assert policy.config.pad_token_id == tokenizer.pad_token_id
-        assert (policy.config.attn_pdrop, policy.config.embd_pdrop, policy.config.resid_pdrop) == (0, 0, 0)
-
 
 class TestTokenizer:
-    def test_special_tokens(self, tokenizer):
-        assert tokenizer.padding_side == "left"
-        assert tokenizer.bos_token is None
-        assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}) == 3
-        assert not tokenizer.clean_up_tokenization_spaces
-
-    def test_both_models_share_one_vocabulary(self, tokenizer):
-        assert AutoTokenizer.from_pretrained(two_tokens.reward_model_path()).get_vocab() == tokenizer.get_vocab()
-
     @pytest.mark.thorough
     def test_every_pair_survives_decoding_and_encoding(self, tokenizer, prompts):
         """Text of prompt + completion gives back the ids of both, special tokens of the completion left out."""
@@ -115,27 +98,6 @@ class TestExactNumbers:
         assert report.kl == 0.0
         assert evaluator.log_probs(policy).isfinite().all()
 
-    def test_reward_has_room_to_rise(self, evaluator, policy):
-        report = evaluator.evaluate(policy)
-        assert 0 < report.expected_reward < 1
-        assert 3.9 < report.max_reward < 4.2
-        assert ((evaluator.rewards > 3.8).sum(dim=1) >= 10).all()  # many completions are about equally good
-
     def test_reward_separates_rude_from_all_else(self, evaluator):
         assert evaluator.rewards[:, evaluator.bad].max() < -5
         assert evaluator.rewards[:, ~evaluator.bad].min() > -4.5
-
-    def test_reward_model_follows_the_grammar(self, evaluator, tokenizer):
-        special = set(tokenizer.all_special_ids)
-        rows = [
-            [token for token in row if token >= 0 and token not in special]
-            for row in evaluator.completion_ids.tolist()
-        ]
-        words = [tokenizer.convert_ids_to_tokens(row) for row in rows]
-        score = torch.tensor([[grammar.score(family, row) for row in words] for family in ("person", "thing")])
-        assert (evaluator.rewards - score).abs().mean() < 0.1
-
-    def test_tilted_target_is_rude(self, evaluator, policy):
-        report = evaluator.evaluate_proposal(policy, policy, beta=-10.0)
-        assert report.target_expected_reward < -6.5
-        assert report.target_log_prob_bad > -1e-3

@@ -73,17 +73,17 @@ def build(make, policy_dir):
         ("needs a `proposal_environment_factory`", PROPOSAL, {"environment_factory": shop.Shop}),
         ("drawn by your `rollout_func`", PROPOSAL, {"rollout_func": len}),
         (
-            "has no use without an `environment_factory`",
+            "has no effect without an `environment_factory`",
             PROPOSAL,
             {"tools": [len], "proposal_environment_factory": shop.Shop},
         ),
         (
-            "has no use without completions of a proposal, or of a hotter policy; leave it out",
+            "has no effect without completions of a proposal, or of a hotter policy; leave it out",
             OWN,
             {"environment_factory": shop.Shop, "proposal_environment_factory": shop.Shop},
         ),
         (
-            "must be as `environment_factory`",
+            "must have the form of `environment_factory`",
             PROPOSAL,
             {"environment_factory": {"shop": shop.Shop}, "proposal_environment_factory": {"sandbox": shop.Shop}},
         ),

@@ -11,7 +11,7 @@ import torch
 
 from trl_repulse import RePULSeGRPOTrainer
 
-from ..recorded import PROMPTS, N, assert_gradients, gradients, prepare, recorded
+from ..recorded import PROMPTS, N, assert_gradients, gradients, prepare, pushed, recorded, reduced, written
 from ..trainers.test_repulse_ppo_math import HOT, OWN, TERM
 
 
@@ -84,51 +84,16 @@ def run(tmp_path, tokenizer):
     return run
 
 
-def written(model, tokenizer, prompt, completion, temperature=1.0):
-    """Log-probabilities of all tokens of a trajectory, 0 where the tool wrote; which it did not."""
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion])
-    logits = model(input_ids=ids).logits[0, :-1] / temperature
-    log_p = logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)[-len(completion) :]
-    own = torch.tensor(completion) != TOOL
-    return torch.where(own, log_p, 0.0), own
-
-
 def grpo_loss(policy, reference, tokenizer, reward, args):
     loss, tokens = 0.0, sum(token != TOOL for group in POLICY for row in group for token in row)
     for prompt, group in zip(PROMPTS, POLICY, strict=True):
         rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in group])
         for completion, r in zip(group, rewards, strict=True):
-            log_p, own = written(policy, tokenizer, prompt, completion)
-            gap = written(reference, tokenizer, prompt, completion)[0].detach() - log_p
+            log_p, own = written(policy, tokenizer, prompt, completion, tool=TOOL)
+            gap = written(reference, tokenizer, prompt, completion, tool=TOOL)[0].detach() - log_p
             ratio = (log_p - log_p.detach()).exp()
             gain = (r - sum(rewards) / N) - args.beta * (gap.exp() - gap - 1)  # `use_bias_correction_kl`
             loss = loss - (gain * ratio * own).sum() / tokens
-    return loss
-
-
-def reduced(log_p, own, args):
-    return log_p.sum() / own.sum() if args.logprob_reduction == "mean" else log_p.sum()
-
-
-def own_term(policy, tokenizer, reward, args, drawn, begun):
-    """The negative term of the policy's own samples and, where others are `drawn`, of hot ones."""
-    loss = 0.0
-    for prompt, group, others, added in zip(PROMPTS, POLICY, drawn, BEGUN, strict=True):
-        prompts = [prompt] * N + [prompt + (added[i % N] if begun else "") for i in range(len(others))]
-        completions = group + others
-        rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in completions])
-        scores = [written(policy, tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
-        w = []
-        for p, c, (log_p, _), r in zip(prompts, completions, scores, rewards, strict=True):
-            ratio, bad = 1.0, True
-            if others:
-                at_1, bad = math.exp(log_p.sum().item()), r < args.bad_reward_threshold
-                hot = math.exp(written(policy, tokenizer, p, c, args.proposal_temperature)[0].sum().item())
-                ratio = at_1 * len(completions) / (N * at_1 + len(others) * hot)
-            w.append(ratio * math.exp(args.target_dist_beta * r) if bad else 0.0)
-        alpha = args.alpha / (len(others) or N) if args.alpha_normalization == "samples" else args.alpha
-        for weight, score in zip(w, scores, strict=True):
-            loss = loss + alpha * weight / sum(w) * reduced(*score, args) / len(PROMPTS)
     return loss
 
 
@@ -137,8 +102,8 @@ def proposal_terms(policy, proposal, tokenizer, reward, args, begun):
     term, loss = 0.0, 0.0
     for prompt, group, added in zip(PROMPTS, PROPOSAL, BEGUN, strict=True):
         prompts = [prompt + (text if begun else "") for text in added]
-        ps = [written(policy, tokenizer, *pair) for pair in zip(prompts, group, strict=True)]
-        qs = [written(proposal, tokenizer, *pair)[0] for pair in zip(prompts, group, strict=True)]
+        ps = [written(policy, tokenizer, *pair, tool=TOOL) for pair in zip(prompts, group, strict=True)]
+        qs = [written(proposal, tokenizer, *pair, tool=TOOL)[0] for pair in zip(prompts, group, strict=True)]
         rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in group])
         w = [
             math.exp(log_p.sum().item() + args.target_dist_beta * r - log_q.sum().item())
@@ -164,7 +129,8 @@ def check(found, tokenizer, reward, begun=False):
     args, loss = trainer.args, grpo_loss(policy, reference, tokenizer, reward, trainer.args)
     if proposal is None:
         draws = (args.num_proposal_generations or N) // N if args.draws_hot else 0
-        loss = loss + own_term(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL], begun)
+        drawn = [others * draws for others in PROPOSAL]
+        loss = loss + pushed(policy, tokenizer, reward, args, drawn, POLICY, BEGUN if begun else None, TOOL)
     else:
         term, proposal_loss = proposal_terms(policy, proposal, tokenizer, reward, args, begun)
         loss = loss + term

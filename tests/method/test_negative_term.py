@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from trl_repulse import RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.method.negative_term import ExtraSamplesTerm, Weights
 from trl_repulse.method.testing import NegativeTermTests, coefficients, record_weights
 
@@ -83,30 +82,6 @@ def test_a_term_needs_weigh_alone(make, settings):
     trainer = make(with_own_term(RePULSeTrainer, WeighsAlone), **TERMS["of a user"], max_steps=1, **settings)
     trainer.train()
     assert len(trainer._tables.extra["prompt"]) == 16
-
-
-def test_a_users_term_lowers_what_it_weighs(make):
-    """Whatever the policy's own samples do in the same step."""
-    ends, log_p = [], []
-
-    def tokens(ids, mask):
-        rows = zip(ids.view(-1, ids.size(-1)), mask.view(-1, mask.size(-1)), strict=True)
-        return [row[kept.bool()].tolist() for row, kept in rows]
-
-    term = {"proposal": "policy", "target_dist_beta": -2.0, "alpha_normalization": "none"}
-    step = {"max_steps": 1, "optim": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "max_grad_norm": 1e9}
-    for alpha in (1.0, 1e-9):
-        trainer = make(with_own_term(RePULSeTrainer), alpha=alpha, **term, **step)
-        seen = record_weights(trainer._negative)
-        trainer.train()
-        units, _, _, weights = seen[-1]
-        ends.append((units, weights))
-        prompts, completions = tokens(units.prompt_ids, units.prompt_mask), tokens(units.extra.ids, units.extra.mask)
-        prompts = [ids for ids in prompts for _ in range(len(completions) // len(prompts))]
-        log_p.append(completion_log_probs(trainer.model, prompts, completions)[0])
-    (with_term, weights), (without, _) = ends
-    assert torch.equal(with_term.extra.ids, without.extra.ids)
-    assert float((weights.extra.cpu().flatten() * (log_p[0] - log_p[1])).sum()) > 0.01
 
 
 class Shipped(NegativeTermTests):

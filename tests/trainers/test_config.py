@@ -10,7 +10,7 @@ from trl import GRPOConfig, RLOOConfig, TrlParser
 
 from trl_repulse import PPOConfig, ReinforceConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig, embedded
 from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.configs import EngineConfig, NegativeTermConfig, RewardConfig, ScoringConfig
+from trl_repulse.configs import NegativeTermConfig, SharedConfig
 from trl_repulse.configs.shared_config import documented, without_secrets
 
 
@@ -256,10 +256,6 @@ def test_limits_of_the_reward_as_a_flag():
     assert args.reward_clip_range == [-5.0, 5.0]
 
 
-def test_a_schedule_may_stay_where_alpha_is_0(make):
-    assert make(alpha=0.0, alpha_start=0.05).alpha == 0
-
-
 @pytest.mark.parametrize("config_cls", ALL)
 def test_a_default_batch_of_evaluation_holds_whole_prompts(make, config_cls):
     size = {"per_device_train_batch_size": 30}
@@ -340,10 +336,36 @@ PPO_REFUSED += [
 ]
 
 
+# Where completions are batched one by one
+ROWS_REFUSED = [
+    ("negative_loss", {"negative_loss": "reinforce"}),
+    ("proposal_updates_per_step", {"proposal_updates_per_step": 2}),
+    ("proposal_update_order", {"proposal_update_order": "after"}),
+    ("proposal_loss", {"proposal_loss": "dpg"}),
+    ("num_proposal_generations", {"num_proposal_generations": 6, "num_generations": 4}),
+    ("temperature", {"temperature": 0.7}),
+    ("disable_dropout", {"disable_dropout": False}),
+    ("target_dist_beta", {"target_dist_beta": 1.0}),
+    ("logprob_reduction", {"logprob_reduction": "max"}),
+]
+REPULSE_PPO_REFUSED = [
+    ("num_generations", {"num_generations": 1}),
+    ("num_generations", {"num_generations": 1, "num_proposal_generations": 4, "proposal": "policy"}),
+    ("loss_type", {"loss_type": "cispo"}),
+]
+GRPO_REFUSED = [
+    ("reward_transform", {"reward_transform": "exponential"}),
+    ("reward_transform", {"reward_transform": "exponential", "alpha": 0.0}),
+]
+
+
 @pytest.mark.parametrize(
     ("config_cls", "name", "kwargs"),
     [(RePULSeConfig, name, {"num_generations": 4} | kwargs) for name, kwargs in REFUSED]
-    + [(PPOConfig, *case) for case in PPO_REFUSED],
+    + [(PPOConfig, *case) for case in PPO_REFUSED]
+    + [(config_cls, *case) for config_cls in (RePULSePPOConfig, RePULSeGRPOConfig) for case in ROWS_REFUSED]
+    + [(RePULSePPOConfig, *case) for case in REPULSE_PPO_REFUSED]
+    + [(RePULSeGRPOConfig, *case) for case in GRPO_REFUSED],
 )
 def test_refused_values_name_the_field_in_one_line(make, config_cls, name, kwargs):
     if config_cls is RePULSeConfig and "per_device_train_batch_size" in kwargs:
@@ -434,7 +456,7 @@ def test_what_files_and_trackers_are_given_has_no_secret(config_cls):
 
 @pytest.mark.parametrize("config_cls", ALL)
 def test_every_own_field_has_help(config_cls):
-    documented = config_cls.__doc__ + RewardConfig.__doc__ + EngineConfig.__doc__ + ScoringConfig.__doc__
+    documented = config_cls.__doc__ + SharedConfig.__doc__
     for base in (ReinforceConfig, PPOConfig, NegativeTermConfig):
         documented += base.__doc__ if issubclass(config_cls, base) else ""
     inherited = {field.name for field in dataclasses.fields(GRPOConfig)}

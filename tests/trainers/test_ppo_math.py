@@ -64,7 +64,11 @@ def reference_losses(policy, value, rows, tokenizer, args, old_log_ps=None, old_
         for t in range(len(completion)):
             ratio, a = (log_p[t] - old[t]).exp(), advantages[t]
             clipped = ratio.clamp(1 - args.epsilon, 1 + (args.epsilon_high or args.epsilon))
-            share = {"dapo": 1 / tokens, "grpo": 1 / len(rows) / len(completion)}[args.loss_type]
+            share = {
+                "dapo": 1 / tokens,
+                "grpo": 1 / len(rows) / len(completion),
+                "dr_grpo": 1 / len(rows) / args.max_completion_length,
+            }[args.loss_type]
             policy_loss = policy_loss - torch.minimum(ratio * a, clipped * a) * share
             errors = [(v_now[t] - returns[t]) ** 2]
             if args.value_clip is not None:
@@ -88,6 +92,7 @@ CASES = {
     "plain": {"whiten_advantages": False},
     "whitened": {},
     "completion mean": {"loss_type": "grpo", "whiten_advantages": False},
+    "constant denominator": {"loss_type": "dr_grpo", "whiten_advantages": False},
     "no KL": {"beta": 0.0, "gamma": 1.0, "gae_lambda": 0.95},
 }
 RUNS = [("gpt2", batches, case) for batches in [(8, 1), (1, 8)] for case in CASES]

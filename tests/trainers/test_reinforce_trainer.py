@@ -1,16 +1,14 @@
 """ReinforceTrainer as a user meets it: directions, methods by configuration, refusals."""
 
-import functools
-
 import pytest
 import torch
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from trl_repulse import ReinforceConfig, ReinforceTrainer
+from trl_repulse import ReinforceTrainer
 
-from ..conftest import USE_CPU, same_parameters
+from ..conftest import same_parameters
 
 
 pytestmark = pytest.mark.trainer
@@ -34,30 +32,24 @@ METHODS = {
 }
 
 
+# A transform takes from low rewards alone, so that it does not turn with the reward
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", METHODS)
-def test_each_method_raises_the_reward(make, evaluator, method):
-    trainer = make(ReinforceTrainer, max_steps=20, **METHODS[method])
+@pytest.mark.parametrize(
+    ("method", "sign"),
+    [(name, 1) for name in METHODS] + [(name, -1) for name in METHODS if "reward_transform" not in METHODS[name]],
+)
+def test_each_method_follows_the_reward(make, evaluator, reward, method, sign):
+    """With the opposite reward, the control, the direction turns."""
+
+    def signed(completions, **kwargs):
+        return [sign * r for r in reward(completions)]
+
+    trainer = make(ReinforceTrainer, reward_funcs=signed, max_steps=20, **METHODS[method])
     start = evaluator.evaluate(trainer.model)
     trainer.train()
     end = evaluator.evaluate(trainer.model)
-    assert end.expected_reward > start.expected_reward + 0.2
-    assert end.log_prob_bad < start.log_prob_bad - 0.2
-
-
-# A transform takes from low rewards alone, so that it does not turn with the reward
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", [name for name in METHODS if "reward_transform" not in METHODS[name]])
-def test_each_method_follows_the_sign_of_the_reward(make, evaluator, reward, method):
-    """The control: the directions above are those of the reward, and turn with it."""
-
-    def turned(completions, **kwargs):
-        return [-r for r in reward(completions)]
-
-    trainer = make(ReinforceTrainer, reward_funcs=turned, max_steps=20, **METHODS[method])
-    start = evaluator.evaluate(trainer.model)
-    trainer.train()
-    assert evaluator.evaluate(trainer.model).expected_reward < start.expected_reward - 0.2
+    assert sign * (end.expected_reward - start.expected_reward) > 0.2
+    assert sign < 0 or end.log_prob_bad < start.log_prob_bad - 0.2
 
 
 @pytest.mark.thorough
@@ -69,25 +61,6 @@ def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs
     trainer.train()
     unmoved = same_parameters(trainer.model, AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]))
     assert unmoved == (METHODS[method].get("baseline") not in ("none", "constant") or method == "REINFORCE++")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"num_iterations": 2},
-        {"per_device_train_batch_size": 8, "steps_per_generation": 2},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
-    ],
-    ids=["reused", "several updates a generation", "cut prompts", "several generations an update"],
-)
-@pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
-def test_normalised_methods_in_other_batches(make, evaluator, method, extra):
-    trainer = make(ReinforceTrainer, max_steps=12, **METHODS[method], **extra)
-    start = evaluator.evaluate(trainer.model).expected_reward
-    trainer.train()
-    assert evaluator.evaluate(trainer.model).expected_reward > start + 0.1
 
 
 @pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
@@ -152,14 +125,6 @@ def test_refused_data(make):
         make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
         make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": ["the cat " * 20] * 4})).train()
-
-
-def test_default_arguments(tmp_path, monkeypatch, model_dirs, prompts, reward):
-    monkeypatch.chdir(tmp_path)
-    on_cpu = functools.partial(ReinforceConfig, use_cpu=USE_CPU, bf16=False, max_completion_length=2)
-    monkeypatch.setattr(ReinforceTrainer, "_config_cls", staticmethod(on_cpu))
-    trainer = ReinforceTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
-    assert type(trainer.args) is ReinforceConfig and trainer.args.output_dir.endswith("-REINFORCE")
 
 
 @pytest.mark.trainer

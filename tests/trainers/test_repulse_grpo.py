@@ -2,21 +2,18 @@
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.worlds.two_tokens import load_prompts, policy_path, reward_model_path
-from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
+from trl_repulse import RePULSeGRPOTrainer
 
 from ..conftest import same_parameters
-from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded, rows_log_p
-from .test_repulse_ppo_math import CASES, TERM, pushed
-from .test_trainer_math import reference_loss
+from ..recorded import POLICY, PROMPTS, N, assert_gradients, recorded, rows_log_p
+from .test_repulse_ppo_math import CASES, negative_term, settings_of
 
 
 pytestmark = pytest.mark.trainer
@@ -79,20 +76,11 @@ RUNS += [("llama", (2, 4), "dapo", case) for case in CASES if "completion" not i
 
 def check(tokenizer, reward, trainer, policy, proposal, reference, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(
-        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
-    )
+    args = settings_of(trainer, **changed)
     loss = grpo_loss(policy, reference, tokenizer, reward, args)
-    if proposal is not None:
-        both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
-        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
-        term = both - reference_loss(policy, None, reference, tokenizer, reward, alone)[0]
-        assert_gradients(proposal_loss, proposal, grads["proposal"])
-    else:
-        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
-        term = pushed(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL])
-    assert_gradients(loss + term, policy, grads["policy"])
-    assert trainer.state.log_history[0]["loss"] == pytest.approx((loss + term).item(), abs=2e-5)
+    loss = loss + negative_term(policy, proposal, reference, tokenizer, reward, args, grads)
+    assert_gradients(loss, policy, grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=2e-5)
 
 
 @pytest.mark.thorough
@@ -227,31 +215,9 @@ def test_by_default_the_push_is_no_stronger_than_the_policys_own_term(make, loss
         assert strong > 2 * policy  # the control: the default was 1
 
 
-def test_files_and_adapters(make, tmp_path):
+def test_files(make, tmp_path):
     trainer = make(RePULSeGRPOTrainer, save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
     folder = tmp_path / "out" / "checkpoint-1"
     assert same_parameters(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
     assert same_parameters(AutoModelForCausalLM.from_pretrained(folder / "proposal"), trainer.proposal.module)
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False)
-    trainer = make(RePULSeGRPOTrainer, extra={"peft_config": config}, beta=0.1, max_steps=3)
-    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, start[name])}
-    assert changed == {name for name in start if "lora_" in name}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("reward_transform", {"reward_transform": "exponential"}),
-        ("reward_transform", {"reward_transform": "exponential", "alpha": 0.0}),
-        ("negative_loss", {"negative_loss": "reinforce"}),
-        ("num_proposal_generations", {"num_proposal_generations": 12}),
-        ("temperature", {"temperature": 0.7}),
-        ("disable_dropout", {"disable_dropout": False}),
-    ],
-)
-def test_refused_settings(tmp_path, name, settings):
-    with pytest.raises(ValueError, match=f"^`{name}="):
-        RePULSeGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **(TERM | settings))

@@ -3,16 +3,14 @@
 Reference values come from plain forward passes, one unpadded row at a time, and loops over rows and tokens.
 """
 
-import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from trl_repulse import PPOTrainer, RePULSePPOTrainer
 
 from ..conftest import same_parameters
-from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, gradients, prepare, recorded, rows_log_p
+from ..recorded import PROPOSAL, N, assert_gradients, gradients, prepare, pushed, recorded
 from .test_ppo_math import SETTINGS, credit, reference_losses
 from .test_trainer_math import reference_loss
 
@@ -33,35 +31,6 @@ def run(tmp_path, tokenizer, reward):
         return trainer, models, reference, rows, gradients(trainer, models)
 
     return run
-
-
-def hot_log_p(model, tokenizer, prompt, completion, temperature):
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] + completion])
-    logits = model(input_ids=ids).logits[0, :-1] / temperature
-    return logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)[-len(completion) :].sum().item()
-
-
-def pushed(policy, tokenizer, reward, args, drawn):
-    """The negative term of the policy's own samples, or of these and K hot ones, `drawn` of each prompt, written out."""
-    loss = 0.0
-    for prompt, own, others in zip(PROMPTS, POLICY, drawn, strict=True):
-        completions = own + others
-        log_ps = [rows_log_p(policy, tokenizer, prompt, c) for c in completions]
-        rewards = reward([tokenizer.decode(c, skip_special_tokens=True) for c in completions])
-        w = []
-        for completion, log_p, r in zip(completions, log_ps, rewards, strict=True):
-            ratio, bad = 1.0, True
-            if others:
-                p, bad = math.exp(log_p.sum().item()), r < args.bad_reward_threshold
-                hot = math.exp(hot_log_p(policy, tokenizer, prompt, completion, args.proposal_temperature))
-                ratio = p * len(completions) / (len(own) * p + len(others) * hot)
-            w.append(ratio * math.exp(args.target_dist_beta * r) if bad else 0.0)
-        assert sum(w) > 0
-        alpha = args.alpha / (len(others) or len(own)) if args.alpha_normalization == "samples" else args.alpha
-        for weight, log_p in zip(w, log_ps, strict=True):
-            length = log_p.mean() if args.logprob_reduction == "mean" else log_p.sum()
-            loss = loss + alpha * weight / sum(w) * length / len(PROMPTS)
-    return loss
 
 
 TERM = {"proposal": "learned", "alpha": 2.0, "target_dist_beta": -0.7}
@@ -85,24 +54,31 @@ RUNS = [("gpt2", batches, case) for case in CASES for batches in [(8, 1), (1, 8)
 RUNS += [("llama", (4, 2), case) for case in ("hot", "own", "proposal")]
 
 
+def settings_of(trainer, **changed):
+    """A trainer's settings for the formulas, of which `changed` are other ones."""
+    plain = {"baseline": "none", "normalize_advantages": False, "cvar_level": None}
+    return SimpleNamespace(**(vars(trainer.args) | plain | changed))
+
+
+def negative_term(policy, proposal, reference, tokenizer, reward, args, grads):
+    """The negative term, written out; compares the gradients of a proposal, if there is one."""
+    if proposal is None:
+        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
+        return pushed(policy, tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    both, proposal_loss = reference_loss(policy, proposal, reference, tokenizer, reward, args)
+    assert_gradients(proposal_loss, proposal, grads["proposal"])
+    alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
+    return both - reference_loss(policy, None, reference, tokenizer, reward, alone)[0]
+
+
 def check(tokenizer, reward, trainer, models, reference, rows, grads, **changed):
     """Compares losses and gradients with those of the method, of which `changed` are other settings."""
-    args = SimpleNamespace(
-        **(vars(trainer.args) | {"baseline": "none", "normalize_advantages": False, "cvar_level": None} | changed)
-    )
-    policy_loss, error = reference_losses(models["policy"], models["value"], rows, tokenizer, args)
-    if "proposal" in models:
-        both, proposal_loss = reference_loss(models["policy"], models["proposal"], reference, tokenizer, reward, args)
-        alone = SimpleNamespace(**(vars(args) | {"alpha": 0.0}))
-        first_term, _ = reference_loss(models["policy"], None, reference, tokenizer, reward, alone)
-        term = both - first_term
-        assert_gradients(proposal_loss, models["proposal"], grads["proposal"])
-    else:
-        draws = (args.num_proposal_generations or N) // N if args.proposal_temperature != 1.0 else 0
-        term = pushed(models["policy"], tokenizer, reward, args, [others * draws for others in PROPOSAL])
+    args, policy = settings_of(trainer, **changed), models["policy"]
+    loss, error = reference_losses(policy, models["value"], rows, tokenizer, args)
+    loss = loss + negative_term(policy, models.get("proposal"), reference, tokenizer, reward, args, grads)
     assert_gradients(error, models["value"], grads["value"])
-    assert_gradients(policy_loss + term, models["policy"], grads["policy"])
-    assert trainer.state.log_history[0]["loss"] == pytest.approx((policy_loss + term).item(), abs=2e-5)
+    assert_gradients(loss, policy, grads["policy"])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=2e-5)
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from trl_repulse import RePULSeGRPOTrainer, RePULSePPOConfig, RePULSePPOTrainer
+from trl_repulse import RePULSeGRPOTrainer, RePULSePPOTrainer
 
 from ..conftest import same_parameters
 
@@ -76,14 +76,6 @@ def test_evaluation_with_rows_that_fill_up_a_batch(make, prompts, kind, share):
     assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
 
 
-@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
-def test_evaluation_with_one_completion_a_prompt(make, prompts, trainer_cls):
-    """CTL compares a prompt's samples, and evaluation learns nothing."""
-    extra = {"eval_dataset": prompts.select(range(3))}
-    trainer = make(trainer_cls, extra=extra, num_generations_eval=1, per_device_eval_batch_size=4)
-    assert torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
-
-
 def test_arguments_of_a_users_subclass(make, model_dirs, reward, prompts):
     """Its own `peft_config` stands before ours, and hides nothing of what is refused."""
 
@@ -106,10 +98,6 @@ def test_value_model_and_proposal_share_no_weights(make, model_dirs):
     value.model = proposal.model
     with pytest.raises(ValueError, match="`value_model`.*`proposal_model`"):
         make(RePULSePPOTrainer, model="llama", extra={"value_model": value, "proposal_model": proposal})
-
-
-def test_cards_refer_to_the_method():
-    assert {cls._paper["id"] for cls in (RePULSePPOTrainer, RePULSeGRPOTrainer)} == {"2510.21184"}
 
 
 def test_files(run, tmp_path):
@@ -138,10 +126,11 @@ def test_gradient_checkpointing_changes_nothing(make, trainer_cls, kind):
         torch.testing.assert_close(checkpointed, plain, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("trainer_cls", [RePULSePPOTrainer, RePULSeGRPOTrainer])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_two_adapters_over_one_base(make, beta):
+def test_two_adapters_over_one_base(make, trainer_cls, beta):
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False)
-    trainer = make(RePULSePPOTrainer, extra={"peft_config": config}, beta=beta, max_steps=3)
+    trainer = make(trainer_cls, extra={"peft_config": config}, beta=beta, max_steps=3)
     start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
     changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, start[name])}
@@ -172,24 +161,3 @@ def test_what_writes_into_completions_is_refused(make, name):
     given = [len] if name == "tools" else len
     with pytest.raises(ValueError, match=f"`{name}` does not go with a negative term.*set `alpha=0`"):
         make(RePULSePPOTrainer, model="not a model", extra={name: given})
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("negative_loss", {"negative_loss": "reinforce"}),
-        ("proposal_updates_per_step", {"proposal_updates_per_step": 2}),
-        ("proposal_update_order", {"proposal_update_order": "after"}),
-        ("proposal_loss", {"proposal_loss": "dpg"}),
-        ("num_proposal_generations", {"num_proposal_generations": 6}),
-        ("num_generations", {"num_generations": 1}),
-        ("num_generations", {"num_generations": 1, "num_proposal_generations": 4, "proposal": "policy"}),
-        ("logprob_reduction", {"logprob_reduction": "max"}),
-        ("target_dist_beta", {"target_dist_beta": 1.0}),
-        ("temperature", {"temperature": 0.7}),
-        ("loss_type", {"loss_type": "cispo"}),
-    ],
-)
-def test_refused_settings(tmp_path, name, settings):
-    with pytest.raises(ValueError, match=f"^`{name}="):
-        RePULSePPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **({"proposal": "learned"} | settings))

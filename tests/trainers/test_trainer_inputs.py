@@ -1,5 +1,6 @@
 """Inputs of trainers that are refused in one sentence, before a model is loaded where that can be known."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl_repulse import PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import as_dataset
 
-from ..conftest import build_model
+from ..conftest import USE_CPU, build_model
 from ..engine.test_adapters_math import lora
 
 
@@ -69,6 +70,17 @@ def test_configurations_of_another_trainer(tmp_path, prompts, reward, nothing_lo
     expected = trainer_cls._config_cls.__name__
     with pytest.raises(ValueError, match=f"`args` is of the class {config_cls.__name__}; pass a `{expected}`"):
         trainer_cls(model="gpt2", reward_funcs=reward, args=args, train_dataset=prompts)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_without_a_configuration_the_default_one_is_made(tmp_path, monkeypatch, model_dirs, reward, trainer_cls):
+    monkeypatch.chdir(tmp_path)
+    config_cls = trainer_cls._config_cls
+    on_cpu = functools.partial(config_cls, use_cpu=USE_CPU, bf16=False, max_completion_length=2)
+    monkeypatch.setattr(trainer_cls, "_config_cls", staticmethod(on_cpu))
+    trainer = trainer_cls(model_dirs["gpt2"], reward, train_dataset=Dataset.from_list(ROWS))
+    assert type(trainer.args) is config_cls and trainer.args.output_dir.endswith(f"-{trainer_cls._name}")
+    assert trainer.num_generations == config_cls.num_generations
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)

@@ -29,6 +29,7 @@ SETTINGS = {
 # Settings, and the least difference in log P(bad) to REINFORCE, in nats
 VARIANTS = {
     "ctl": ({}, 1.0),
+    "ctl, no second term": ({"proposal_loss": "ctl_no_second_term"}, 1.0),
     "ctl, prefix": ({"proposal_parameterization": "prefix"}, 1.0),
     "dpg": ({"proposal_loss": "dpg"}, 1.0),
     "sixo": ({"proposal_loss": "sixo", "proposal_learning_rate": 2e-2}, 1.0),

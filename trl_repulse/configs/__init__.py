@@ -3,17 +3,15 @@
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
 from .repulse_config import NegativeTermConfig, RePULSeConfig, RePULSeGRPOConfig, RePULSePPOConfig
-from .shared_config import EngineConfig, RewardConfig, ScoringConfig
+from .shared_config import SharedConfig
 
 
 __all__ = [
-    "EngineConfig",
     "NegativeTermConfig",
     "PPOConfig",
     "RePULSeConfig",
     "RePULSeGRPOConfig",
     "RePULSePPOConfig",
     "ReinforceConfig",
-    "RewardConfig",
-    "ScoringConfig",
+    "SharedConfig",
 ]

@@ -120,15 +120,6 @@ def check_transform(args: Any) -> None:
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
 
 
-def _check_reward(args: Any) -> None:
-    """Checks the fields of [`RewardConfig`]."""
-    check_transform(args)
-    require_finite(args, "bad_reward_threshold")
-    if args.save_negatives:
-        remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
-        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
-
-
 def check_compared(args: Any) -> None:
     """Refuses one completion a prompt, before TRL does with a message about GRPO."""
     remedy = "must be at least 2: advantages compare the policy's own completions of a prompt"
@@ -138,7 +129,11 @@ def check_compared(args: Any) -> None:
 def check_shared(args: Any) -> None:
     """Checks the fields that all trainers share, including TRL's, and the choices of all."""
     check_choices(args)
-    _check_reward(args)
+    check_transform(args)
+    require_finite(args, "bad_reward_threshold")
+    if args.save_negatives:
+        remedy = "is needed by `save_negatives=True`; set the reward under which a completion counts as bad"
+        require(args, args.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
     remedy = "must be a number of tokens, at least 1"
     require(args, (args.max_completion_length or 0) >= 1, "max_completion_length", remedy)
     if args.vllm_sleep_level is not None:
@@ -172,7 +167,7 @@ def check_shared(args: Any) -> None:
         require(args, args.ref_model_sync_steps >= 1, "ref_model_sync_steps", "must be at least 1")
     for name in ("fp16_full_eval", "bf16_full_eval"):
         remedy = (
-            "casts the policy for good where `evaluate` is called by itself, and no second model; leave it False (with "
+            "would cast the policy permanently, and no second model; leave it False (with "
             f"`{name.removesuffix('_full_eval')}=True` evaluation runs in that precision too)"
         )
         require(args, not getattr(args, name), name, remedy)
@@ -279,6 +274,7 @@ def _check_rows(args: Any) -> None:
 
 
 def check_second_schedule(args: Any) -> None:
+    """Refuses schedules that follow a metric, which two models cannot share."""
     remedy = "follows one metric, and would have to serve two models; choose a schedule of the number of updates"
     require(args, args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "lr_scheduler_type", remedy)
 

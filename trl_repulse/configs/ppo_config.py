@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trl import GRPOConfig
 
 from ._checks import check_second_schedule, check_shared, own_precision, require
-from .shared_config import EngineConfig, RewardConfig, ScoringConfig, documented, option
+from .shared_config import SharedConfig, documented, option
 
 
 class _Single(int):
@@ -23,13 +23,12 @@ class _Single(int):
 
 @documented
 @dataclass
-class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
+class PPOConfig(SharedConfig, GRPOConfig):
     r"""
     Configuration class for the [`PPOTrainer`].
 
     This class includes only the parameters that are specific to PPO. For the other arguments, refer to
-    [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`] (vLLM),
-    [`~trl_repulse.configs.ScoringConfig`] (shared prompts), [`~trl.GRPOConfig`] and
+    [`~trl_repulse.configs.SharedConfig`] (rewards, scoring, vLLM), [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. `beta` is the coefficient of the KL penalty in the token rewards (not in the
     loss), `epsilon` and `epsilon_high` clip the policy's ratio, `num_iterations` is the number of epochs over a
     generation batch, and `steps_per_generation` the number of its micro-batches: an epoch has `steps_per_generation /
@@ -73,9 +72,6 @@ class PPOConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
 
     learning_rate: float | None = option(
         None, "Peak learning rate. If unset, by the model's size, with the rule of thumb of `trl-repulse suggest`."
-    )
-    disable_dropout: bool = option(
-        True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
     )
     beta: float = option(0.05, "Coefficient of the KL penalty, which is part of the token rewards.")
     num_generations: int | None = option(1, "Number of completions a prompt, at least 1. PPO does not compare them.")

@@ -7,7 +7,7 @@ from typing import Literal
 from trl import GRPOConfig
 
 from ._checks import check_compared, check_shared, own_precision, require, require_defaults
-from .shared_config import EngineConfig, RewardConfig, ScoringConfig, documented, option
+from .shared_config import SharedConfig, documented, option
 
 
 # GRPO's fields that REINFORCE does not use, by remedy
@@ -35,13 +35,12 @@ _GRPO_ONLY = {
 
 @documented
 @dataclass
-class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
+class ReinforceConfig(SharedConfig, GRPOConfig):
     r"""
     Configuration class for the [`ReinforceTrainer`].
 
     This class includes only the parameters that are specific to REINFORCE as in the RePULSe paper. For the other
-    arguments, refer to [`RewardConfig`] (reward transforms, negative data), [`~trl_repulse.configs.EngineConfig`]
-    (vLLM), [`~trl_repulse.configs.ScoringConfig`] (shared prompts), [`~trl.GRPOConfig`] and
+    arguments, refer to [`~trl_repulse.configs.SharedConfig`] (rewards, scoring, vLLM), [`~trl.GRPOConfig`] and
     [`~transformers.TrainingArguments`]. Options of GRPO's own loss, advantages and corrections (`loss_type`,
     `scale_rewards`, `entropy_coef`, ...) are refused. `beta` is, as everywhere in TRL, **the coefficient of the KL
     penalty** to the reference model. The inverse temperature of RePULSe's target distribution is `target_dist_beta`,
@@ -103,9 +102,6 @@ class ReinforceConfig(RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
     beta: float = option(0.05, "Coefficient of the KL penalty, which is part of the return.")
     num_generations: int | None = option(2, "Number of completions a prompt, at least 2, whose returns are compared.")
     vllm_importance_sampling_correction: bool = option(False, "Must stay False: samples count as the policy's own.")
-    disable_dropout: bool = option(
-        True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
-    )
 
     # Parameters that control the policy loss
     baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = "leave_one_out"

@@ -8,7 +8,7 @@ from trl import GRPOConfig
 from ._checks import check_compared, check_repulse_config, check_shared, check_target_is_used, own_precision, require
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
-from .shared_config import EngineConfig, KnownFields, RewardConfig, ScoringConfig, documented, option
+from .shared_config import SharedConfig, documented, option
 
 
 # Chosen in held-out worlds: see docs/held_out.md
@@ -29,7 +29,7 @@ _PAPERS_DEFAULTS = _HOT_DEFAULTS | {
 
 @documented
 @dataclass
-class NegativeTermConfig(KnownFields):
+class NegativeTermConfig:
     r"""
     Options for the negative term and the proposal, whose samples it pushes down; not a configuration by itself.
 
@@ -229,12 +229,11 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
 
 @documented
 @dataclass
-class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringConfig, GRPOConfig):
+class RePULSeGRPOConfig(NegativeTermConfig, SharedConfig, GRPOConfig):
     r"""
     Configuration class for the [`RePULSeGRPOTrainer`].
 
-    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`RewardConfig`] (negative data),
-    [`~trl_repulse.configs.EngineConfig`] (vLLM), [`~trl_repulse.configs.ScoringConfig`] (shared prompts),
+    Its arguments are those of [`~trl_repulse.configs.NegativeTermConfig`], [`~trl_repulse.configs.SharedConfig`],
     [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. `beta` is the KL coefficient, and `target_dist_beta`
     the inverse temperature of the target distribution. `learning_rate`, `max_grad_norm`, `optim`, the weight decay and
     the scheduler apply to each model separately; only the proposal's learning rate can differ.
@@ -261,9 +260,6 @@ class RePULSeGRPOConfig(NegativeTermConfig, RewardConfig, EngineConfig, ScoringC
     >   differ from pass to pass.
     """
 
-    disable_dropout: bool = option(
-        True, "Whether to disable dropout in the models. Dropout makes log-probabilities noisy."
-    )
     logprob_reduction: Literal["mean", "sum"] | None = None
     proposal_tools: bool = False
 

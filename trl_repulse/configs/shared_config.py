@@ -31,24 +31,14 @@ def documented(cls: type) -> type:
     return cls
 
 
-class KnownFields:
-    """Mixin of dataclasses whose error about an unknown field names the nearest one."""
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        known = inspect.signature(cls.__init__).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())  # a subclass with its own arguments
-        for name in kwargs:
-            if name not in known and not takes_any:
-                raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
-        return super().__new__(cls)
-
-
 @dataclass
 class WholePrompts:
     """Mixin before [`~trl.GRPOConfig`] whose default evaluation batch does not split a prompt's completions."""
 
     per_device_eval_batch_size: int | None = option(
-        None, "Completions of one pass of evaluation. If unset, as many as in training, in whole prompts."
+        None,
+        "Completions of one evaluation pass on each device. If unset, `per_device_train_batch_size`, or 8 if that is less, in whole "
+        "prompts: a multiple of `num_generations_eval`, or of `num_generations`.",
     )
 
     def __post_init__(self):
@@ -58,32 +48,27 @@ class WholePrompts:
         super().__post_init__()
 
 
-@documented
-@dataclass
-class ScoringConfig(WholePrompts):
-    r"""
-    Options for scoring completions that all trainers share; not a configuration by itself.
-
-    Parameters:
-        share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether completions of a prompt are scored in common rows, which read it once. `"auto"`: if a check at
-            set-up finds that the models support it, else with a warning not. `True`: an error if they do not. `False`:
-            never. The number of completions in a row is chosen to make the pass cheapest.
-        per_device_eval_batch_size (`int`, *optional*):
-            Completions of one evaluation pass on each device. If `None`, `per_device_train_batch_size`, or 8 if that is
-            less, in whole prompts: a multiple of `num_generations_eval`, or of `num_generations`.
-    """
-
-    share_prompts: Literal["auto", True, False, "true", "false"] = "auto"
+def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run (from `to_dict`) for files and trackers: without the token in `model_init_kwargs`, and without
+    user info and query in server addresses. transformers' `to_dict` (5.23) hides only fields that are tokens."""
+    shown = dict(settings)
+    if (shown.get("model_init_kwargs") or {}).get("token"):
+        shown["model_init_kwargs"] = shown["model_init_kwargs"] | {"token": "<TOKEN>"}
+    for name in ("vllm_server_base_url", "proposal_vllm_server_base_url"):
+        if shown.get(name):
+            shown[name] = re.sub(r"(?<=//)[^/?#]*@|[?#].*", "", shown[name])
+    return shown
 
 
 @documented
 @dataclass
-class RewardConfig(KnownFields):
+class SharedConfig(WholePrompts):
     r"""
-    Options for rewards that all trainers share; not a configuration by itself.
+    Options for rewards, scoring and vLLM that all trainers share; not a configuration by itself.
 
     Parameters:
+        > Parameters that control the rewards
+
         reward_transform (`str`, *optional*):
             Transform of the reward the policy maximises: `"exponential"` (r - a*exp(b*r)) or `"indicator"` (r - a*1[r
             < threshold]). It acts before the KL penalty; the target distribution, the logged `reward` and evaluations
@@ -101,35 +86,18 @@ class RewardConfig(KnownFields):
         save_negatives (`bool`, *optional*, defaults to `False`):
             Whether to append each sampled completion with a reward under `bad_reward_threshold` to
             `output_dir/negatives.jsonl`.
-    """
 
-    reward_transform: Literal["exponential", "indicator"] | None = None
-    reward_transform_alpha: float = 1.0
-    reward_transform_beta: float = -1.0
-    reward_transform_threshold: float | None = None
-    bad_reward_threshold: float | None = None
-    save_negatives: bool = False
+        > Parameters that control the scoring
 
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Whether to disable dropout in the models. Dropout makes log-probabilities noisy.
+        share_prompts (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether completions of a prompt are scored in common rows, which read it once. `"auto"`: if a check at
+            set-up finds that the models support it, else with a warning not. `True`: an error if they do not. `False`:
+            never. The number of completions in a row is chosen to make the pass cheapest.
 
-def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a run (from `to_dict`) for files and trackers: without the token in `model_init_kwargs`, and without
-    user info and query in server addresses. transformers' `to_dict` (5.23) hides only fields that are tokens."""
-    shown = dict(settings)
-    if (shown.get("model_init_kwargs") or {}).get("token"):
-        shown["model_init_kwargs"] = shown["model_init_kwargs"] | {"token": "<TOKEN>"}
-    for name in ("vllm_server_base_url", "proposal_vllm_server_base_url"):
-        if shown.get(name):
-            shown[name] = re.sub(r"(?<=//)[^/?#]*@|[?#].*", "", shown[name])
-    return shown
+        > Parameters that control vLLM (`use_vllm=True`)
 
-
-@documented
-@dataclass
-class EngineConfig:
-    r"""
-    Options for sampling with vLLM (`use_vllm=True`) that all trainers share; not a configuration by itself.
-
-    Parameters:
         vllm_sleep_level (`int`, *optional*):
             With `vllm_enable_sleep_mode`, what the engine does between samplings: keep its weights in main memory (1)
             or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
@@ -138,8 +106,30 @@ class EngineConfig:
             is given. Importance weights use only the trainer's.
     """
 
+    # Parameters that control the rewards
+    reward_transform: Literal["exponential", "indicator"] | None = None
+    reward_transform_alpha: float = 1.0
+    reward_transform_beta: float = -1.0
+    reward_transform_threshold: float | None = None
+    bad_reward_threshold: float | None = None
+    save_negatives: bool = False
+
+    # Parameters that control the scoring
+    disable_dropout: bool = True
+    share_prompts: Literal["auto", True, False, "true", "false"] = "auto"
+
+    # Parameters that control vLLM
     vllm_sleep_level: Literal[1, 2] | None = None
     vllm_logp_difference_threshold: float = 0.1
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        # An error about an unknown field names the nearest one
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())  # a subclass with its own arguments
+        for name in kwargs:
+            if name not in known and not takes_any:
+                raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
+        return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""

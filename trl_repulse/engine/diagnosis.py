@@ -1,5 +1,6 @@
 """Symptoms of failure in the log of a training run. Each has a section in docs/reading_a_run.md. Needs only the standard library."""
 
+import contextlib
 import json
 import math
 import re
@@ -60,7 +61,9 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates; raises [`Unknown`] without."""
+        """
+        For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none.
+        """
         if name not in self.columns:
             when = f": it is logged with {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")
@@ -78,7 +81,7 @@ class RunLog:
         return spans
 
     def pairs(self, name: str, other: str) -> list[tuple[Span, Span]]:
-        """The means of two metrics over the same updates; raises [`Unknown`] without."""
+        """The means of two metrics over the same updates. Raises [`Unknown`] if there are none."""
         others = {span[:2]: span for span in self.spans(other)}
         pairs = [(span, others[span[:2]]) for span in self.spans(name) if span[:2] in others]
         if not pairs:
@@ -129,8 +132,8 @@ class RunLog:
 
 def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
     """
-    The log of a run in its `output_dir`, or in a checkpoint that has gone further: file, log, and the run's settings, empty if no
-    `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read.
+    Reads the log of a run from its `output_dir` or, if that has gone further, from a checkpoint. Returns the file, the log, and the run's
+    settings, empty if no `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -176,7 +179,8 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "jumping_kl", "narrow"  # symptoms that trainers warn of by themselves
+AT_ONCE = "jumping_kl", "narrow"  # symptoms that need no time to show
+BY_TRAINERS = *AT_ONCE, "constant_reward", "collapse"  # symptoms that trainers warn of by themselves
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
@@ -262,14 +266,21 @@ def _not_finite(log: RunLog) -> str | None:
 
 
 def _constant_reward(log: RunLog) -> str | None:
-    size = max((abs(value) for _, value in log.columns.get("reward", ())), default=0.0)
-    spans = log.spans("reward_std")
-    if any(span.mean > CONSTANT * max(size, 1.0) for span in spans):
-        return None
-    return f"`reward_std` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    log.spans("reward_std")  # raises `Unknown` without
+    of_functions = [name.removesuffix("std") for name in log.columns if re.fullmatch(r"rewards/.+/std", name)]
+    names = {"reward_std": "reward"} | {f"{name}std": f"{name}mean" for name in of_functions}
+    for name, mean in names.items():
+        size = max((abs(value) for _, value in log.columns.get(mean, ())), default=0.0)
+        with contextlib.suppress(Unknown):  # a function that gave too few rewards
+            spans = log.spans(name)
+            if all(span.mean <= CONSTANT * max(size, 1.0) for span in spans):
+                return f"`{name}` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    return None
 
 
 def _collapse(log: RunLog) -> str | None:
+    if log.is_hot:
+        raise Unknown("the hot policy is the policy itself, with other logits")
     signs, samples = [], log.proposal_samples
     gap = log.longest("proposal/log_z_gap", lambda mean: mean > LOG_Z_GAP)
     if gap is not None:
@@ -445,7 +456,8 @@ SYMPTOMS = {
         "A reward that does not vary",
         "the reward function gives all completions the same number, so that there is nothing to learn",
         (
-            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+            "call the reward function on two completions that should differ (of a conversation, a completion is a list of messages), and "
+            "look at its input with `log_completions=True`",
         ),
         _constant_reward,
     ),

@@ -26,6 +26,7 @@ from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
+from ..math.objective import is_below
 from .trl_bridge import logged_apart, print_prompt_completions_sample
 
 
@@ -34,7 +35,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Moments:
-    """Number of some values, their mean, sum of squared distances from it, smallest and largest. Two add up to that of all."""
+    """Count, mean, sum of squared deviations, minimum and maximum of values. The sum of two is that of all their values."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -44,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Moments":
-        """Of a tensor's values; NaN counts for nothing."""
+        """Moments of a tensor's values, without NaN."""
         values = values.detach().flatten().cpu().double()
         values = values[~values.isnan()]
         if not len(values):
@@ -54,7 +55,7 @@ class Moments:
 
     @classmethod
     def alike(cls, value: float, count: float) -> "Moments":
-        """Of `count` values of which the mean alone is known; NaN counts for nothing."""
+        """Moments of `count` values of which only the mean is known; of no values if it is NaN."""
         return cls() if math.isnan(value) or count <= 0 else cls(count, value, 0.0, value, value)
 
     def __add__(self, other: "Moments") -> "Moments":
@@ -97,7 +98,7 @@ def share_explained(targets: Moments, errors: Moments) -> float:
 
 
 class Pooled(float):
-    """A metric of one batch, as a number that `statistic` makes of moments, which knows how to become that of several batches."""
+    """A metric of one batch: a `statistic` of moments. [`pool`] computes the metric of several batches from their moments."""
 
     statistic: Callable[..., float]
     _moments: tuple[Moments, ...]
@@ -114,8 +115,8 @@ class Pooled(float):
 
 class ShareUnder(Pooled):
     """
-    Share of one batch's `rewards` (B_all,) under a `threshold`, which may come to be known until it is logged; NaN where it is `None`. NaN
-    among the rewards counts for nothing.
+    Share of a batch's `rewards` (B_all,), without NaN, under a threshold. The threshold is read when the metric is logged, since it may be
+    measured in between; the metric is NaN if it is `None`.
     """
 
     _rewards: torch.Tensor
@@ -131,19 +132,19 @@ class ShareUnder(Pooled):
         threshold = self._threshold()
         if threshold is None:
             return (Moments(),)
-        return (Moments.of(is_bad(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
+        return (Moments.of(is_below(self._rewards, threshold).float().masked_fill(self._rewards.isnan(), math.nan)),)
 
 
 def pool(metrics: Sequence[Pooled]) -> float:
-    """One metric of all batches, at least one, over all their values together."""
+    """One metric over all values of at least one batch."""
     totals = [sum(batches[1:], batches[0]) for batches in zip(*(metric.moments for metric in metrics), strict=True)]
     return metrics[0].statistic(*totals)
 
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
     """
-    Leaves one value, in place, of each metric that is [`Pooled`], and none of one of which nothing is known, for which TRL (1.16) would
-    log `None`. What is not stays as it is, for TRL's mean over batches.
+    Pools each metric whose values are all [`Pooled`], in place, and removes it if it has no values: TRL (1.16) would log `None`. TRL logs
+    the mean over batches of the other metrics.
     """
     for name, values in list(metrics.items()):
         if values and all(isinstance(value, Pooled) for value in values):
@@ -153,19 +154,21 @@ def pool_all(metrics: dict[str, list[Any]]) -> None:
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
-    """Takes TRL's values, of one batch whatever it is filled up with, out of the metrics with these beginnings, in place."""
+    """Removes TRL's values of single batches, which include rows that fill up a batch, from metrics with these prefixes, in place."""
     for name in metrics:
         if name.startswith(prefixes):
             metrics[name] = [value for value in metrics[name] if isinstance(value, Pooled)]
 
 
 def weighted(name: str, value: float, count: float) -> Pooled:
-    """A metric that TRL has taken of one batch, of `count` samples or tokens of all processes; its name tells minima and maxima."""
+    """
+    A metric that TRL computed over `count` samples or tokens of all processes. Names that end in `min` or `max` are pooled as such, others
+    as means.
+    """
     statistic = lowest if name.endswith("min") else highest if name.endswith("max") else mean
     return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))
 
 
-_CONSTANT = 10  # batches of equal rewards after which a function is warned of
 NEGATIVES = "negatives.jsonl"
 # Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
 PROPOSAL_FOLDER = "proposal"
@@ -219,8 +222,6 @@ class Logs:
         self.prefix = ""  # of the names of what waits
         self.loss_count = 0.0  # samples or tokens of all processes that the latest loss is a mean of
         self._evaluation: _Evaluation | None = None
-        # Of each reward function its first reward, for how many batches it was the only one (infinite if it is not), and samples
-        self._constant: dict[str, tuple[float, float, int]] = {}
         # Statistics by name, and what they are of: moments of values of this process, or a sum and a number of tokens
         self._waiting: list[tuple[dict[str, Callable[..., float]], list[Moments] | tuple[float, float]]] = []
 
@@ -263,14 +264,14 @@ class Logs:
             evaluation.seen += rows
 
     def end_batch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean loss of an evaluation's batch over processes, which joins that of the evaluation."""
+        """Returns the mean loss of an evaluation batch over processes, and adds it to the evaluation's."""
         loss = self.accelerator.reduce(loss, reduction="mean")
         if self._evaluation is not None:
             self._evaluation.losses.append(Pooled(mean, Moments.alike(loss.item(), self.loss_count)))
         return loss
 
     def real_rows(self, local_rows: int) -> int:
-        """How many of the rows of a batch over all processes do not merely fill it up. These are the first ones."""
+        """Number of rows of a batch, over all processes, that do not only fill it up. These come first."""
         rows = local_rows * self.accelerator.num_processes
         return rows if self._evaluation is None or self._evaluation.real is None else self._evaluation.real
 
@@ -296,21 +297,21 @@ class Logs:
             metrics[name].append(Pooled(statistic, moments))
 
     def gathered(self, moments: Moments) -> Moments:
-        """Moments of the values of all processes from those of each."""
+        """Moments over the values of all processes. A collective call."""
         table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
         return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
 
     def statistics(self, statistics: dict[str, Callable[..., float]], *values: torch.Tensor) -> None:
-        """Records statistics of tensors of all processes, of which each may have another number of values; NaN is left out."""
+        """Records statistics of tensors over all processes, without NaN. Processes may have different numbers of values."""
         named = {f"{self.prefix}{name}": statistic for name, statistic in statistics.items()}
         self._waiting.append((named, [Moments.of(x) for x in values]))
 
     def drop(self) -> None:
-        """Forgets what waits, as after a step that failed."""
+        """Discards values that wait for [`flush`], such as those of a step that failed."""
         self._waiting.clear()
 
     def flush(self) -> None:
-        """Gathers and records what waits. A collective call."""
+        """Gathers and records the values that wait. A collective call."""
         waiting, self._waiting = self._waiting, []
         rows = []
         for _, of_process in waiting:
@@ -341,7 +342,7 @@ class Logs:
         self._waiting.append(({f"{self.prefix}{name}": mean}, (of_process[0], of_process[1])))
 
     def value(self, name: str, value: float) -> None:
-        """Records, for training, a number that all processes have."""
+        """Records a number that is the same in all processes, as a metric of training."""
         self._metrics["train"][name].append(value)
 
     def importance(self, prefix: str, log_w: torch.Tensor, scored: torch.Tensor) -> None:
@@ -366,7 +367,7 @@ class Logs:
         self, names: list[str], per_func: torch.Tensor, rewards: torch.Tensor, threshold: Callable[[], float | None]
     ) -> None:
         """
-        Records the rewards of all processes, and warns of a function whose rewards never change.
+        Records the rewards of all processes.
 
         Args:
             names (`list[str]`): Names of the F reward functions.
@@ -376,7 +377,6 @@ class Logs:
         """
         for name, column in zip(names, per_func.T, strict=True):
             self.record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
-            self._note_constant(name, column[~column.isnan()])
         self.record({"reward": mean, "reward_std": std}, Moments.of(rewards))
         self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
 
@@ -395,19 +395,6 @@ class Logs:
             statistics = {"mean": mean, "min": lowest, "max": highest}
             names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
             self.statistics(names, lengths[counted])
-
-    def _note_constant(self, name: str, rewards: torch.Tensor) -> None:
-        if not self._model.training or not len(rewards):
-            return
-        first, batches, count = self._constant.get(name, (rewards[0].item(), 0, 0))
-        batches = batches + 1 if (rewards == first).all() else math.inf
-        self._constant[name] = first, batches, count + len(rewards)
-        if batches == _CONSTANT:
-            logger.warning(
-                f"The reward function '{name}' gave all {count + len(rewards)} completions so far the reward {first:g}, from which nothing is "
-                "learned. See whether it reads what it should: of a conversation a completion is a list of messages, with the text in "
-                "`completion[0]['content']`."
-            )
 
     def weighing(
         self, count: float, samples: float = 0.0, of_samples: tuple[str, ...] = ()
@@ -488,10 +475,11 @@ class Tables:
         """
         table = self.extra if is_extra else self.own
         real, pending = self._logs.real_rows(len(samples.prompts)), self._pending
+        rewards = samples.completion_set.rewards.flatten()
         if len(self._names) > 1:  # a column of the same name that a reward function logged stays
-            pending.setdefault("reward", samples.rewards.tolist())
+            pending.setdefault("reward", rewards.tolist())
         if self._transforms:
-            pending.setdefault("reward_transformed", self._transform(samples.rewards).tolist())
+            pending.setdefault("reward_transformed", self._transform(rewards).tolist())
         parts = gather_object([(samples.prompts, samples.completions, dict(pending))])
         pending.clear()
         prompts, completions = ([x for part in parts for x in part[i]][:real] for i in (0, 1))
@@ -505,8 +493,7 @@ class Tables:
             values = [x for part in parts for x in part[2].get(column, [None] * len(part[0]))]
             table["extra"][column].extend(values[:real])
         if self._args.save_negatives and self._logs.mode == "train":
-            rewards = self._logs.accelerator.gather(samples.rewards)
-            self.append_negatives(prompts, completions, rewards, is_extra)
+            self.append_negatives(prompts, completions, self._logs.accelerator.gather(rewards), is_extra)
 
     def append_negatives(
         self, prompts: list, completions: list, rewards: torch.Tensor, is_extra: bool = False

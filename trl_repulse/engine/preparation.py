@@ -181,7 +181,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     Raises:
         `ValueError`: If passes differ from each other, or the model cannot be sampled or scored.
     """
-    found: list[Any] = [None, True, None]  # guard or error, whether TRL's head fits, the first batch
+    guard: Any = None  # or an error
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
     everyone = is_partitioned(module)
@@ -190,27 +190,28 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
         if everyone or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
-                    found[0] = _find_out(trainer, name, module, quiet, attention)
-                    found[1] = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
+                    guard = _probe_model(trainer, name, module, quiet, attention)
+                    fits = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
+                    guard = replace(guard, fused_head=fits)
                 except ValueError as error:
-                    found[0] = error
-    found[2] = trainer._first_batch
-    broadcast_object_list(found)
-    trainer._first_batch = found[2]  # processes that read together read the same
-    if isinstance(found[0], ValueError):
-        raise found[0]
-    if not found[1]:
+                    guard = error
+    of_main_process = [guard, trainer._first_batch]
+    broadcast_object_list(of_main_process)
+    guard, trainer._first_batch = of_main_process  # processes that read together read the same
+    if isinstance(guard, ValueError):
+        raise guard
+    if not guard.fused_head:
         for scored in (module, trainer.ref_model) if name == "policy" else (module,):
             if scored is not None:
                 scored = trainer.accelerator.unwrap_model(scored, keep_torch_compile=False)
                 _use_own_head(base_of(scored), trainer.temperature)
-    return replace(found[0], fused_head=found[1])
+    return guard
 
 
 def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
     """
-    Sets a learning rate that was left unset to that of the rule of thumb for the policy's size, or of the optimizer that was given. Warns
-    of TRL's default if the rule gives ten times as much or more.
+    Sets a learning rate that is unset: to that of a given optimizer, or by the rule of thumb for the policy's size. Warns about TRL's
+    default if the rule gives at least ten times as much.
 
     Raises:
         `ValueError`: If DeepSpeed's configuration, which is read before the model, has an optimizer or a schedule.
@@ -245,7 +246,7 @@ def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
 
 
 def _count(parameter: nn.Parameter) -> int:
-    """Numbers of a parameter, those of other processes included; bitsandbytes packs two or more of 4 bits into one."""
+    """Number of elements of a parameter, including those on other processes. bitsandbytes packs two or more of 4 bits into one."""
     count = getattr(parameter, "ds_numel", parameter.numel())
     return 2 * parameter.element_size() * count if type(parameter).__name__ == "Params4bit" else count
 
@@ -253,8 +254,8 @@ def _count(parameter: nn.Parameter) -> int:
 @contextlib.contextmanager
 def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
     """
-    Context for passes before a model is wrapped: in the precision of training, by attention that there is on its device. With FSDP and
-    DeepSpeed that is the CPU until training begins, where FlashAttention has no kernel.
+    Context for passes before a model is wrapped: in the precision of training, and with an attention that its device supports. With FSDP
+    and DeepSpeed the model is on the CPU until training begins, where FlashAttention has no kernel.
     """
     base = base_of(model)
     chosen = base.config._attn_implementation
@@ -269,7 +270,8 @@ def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
             base.set_attn_implementation(chosen)
 
 
-def _find_out(trainer: Any, name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
+def _probe_model(trainer: Any, name: str, model: nn.Module, quiet: bool, attention: str) -> Guard:
+    """Finds out how a model can be sampled and scored, and whether completions can share rows; arguments as for [`guard_model`]."""
     if quiet:
         check_noise(model, name)
     wanted = trainer.args.share_prompts
@@ -399,60 +401,31 @@ def _tokens(model: Any) -> torch.Tensor:
 
 def check_noise(model: nn.Module, name: str) -> None:
     """
-    Refuses a model whose passes in training mode differ though its dropout is off, with a `ValueError` that names the settings which make
-    them so. `name` is what the message calls it.
+    Raises a `ValueError` if a model's passes in training mode differ although its dropout is off. The message calls the model `name`, and
+    names the settings of its configuration that can make noise.
     """
     module = model
     if name == VALUE_MODEL:  # whose head is 0 at first
         module = base_of(model).base_model
     ids = _tokens(model)
 
-    def is_noisy() -> bool:
+    with undisturbed(model, training=True):
         passes = []
         for _ in range(2):  # not seeded, which would seed accelerators too, where a model may not be yet
             passes.append(module(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
-        rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
-        one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
-        return bool((one - other).norm() > rounding * one.norm())
-
-    with undisturbed(model, training=True):
-        if not is_noisy():
-            return
-        fields = _noisy_fields(model, is_noisy)
-    remedy = "train another model"
-    if fields:
-        listed = ", ".join(f"`{field}`" for field in fields)
-        remedy = f"set {listed} to 0 in the model's configuration, e.g. with `model_init_kwargs`"
+    rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
+    one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
+    if bool((one - other).norm() <= rounding * one.norm()):
+        return
+    config = base_of(model).config
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]
+    fields = [field for part in parts for field, value in vars(part).items() if isinstance(value, float) and value]
+    listed = ", ".join(f"`{field}`" for field in fields if any(word in field for word in _NOISE))
+    remedy = f"set {listed} to 0 in the model's configuration, e.g. with `model_init_kwargs`"
     raise ValueError(
         f"Two passes of the {name}, {describe(model)}, differ in training mode: it makes noise that `disable_dropout=True` "
-        f"does not turn off, and log-probabilities would not be those of the samples; {remedy}."
+        f"does not turn off, and log-probabilities would not be those of the samples; {remedy if listed else 'train another model'}."
     )
-
-
-def _noisy_fields(model: nn.Module, is_noisy: Callable[[], bool]) -> list[str]:
-    """The settings that make noise, each on its own."""
-    configs = [vars(module).get("config") for module in model.modules()]
-    configs = [config for config in configs if isinstance(config, PretrainedConfig)]
-    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PretrainedConfig)]
-    settings = [
-        (owner, field, value)
-        for owner in {id(config): config for config in configs}.values()
-        for field, value in vars(owner).items()
-        if any(word in field for word in _NOISE) and isinstance(value, float) and value
-    ]
-    found = []
-    try:
-        for owner, field, _ in settings:
-            setattr(owner, field, 0.0)
-        for owner, field, value in settings:
-            setattr(owner, field, value)
-            if is_noisy():
-                found.append(field)
-            setattr(owner, field, 0.0)
-        return [] if is_noisy() else list(dict.fromkeys(found))
-    finally:
-        for owner, field, value in settings:
-            setattr(owner, field, value)
 
 
 def check_templates(

@@ -130,8 +130,8 @@ def warn_of_a_run(output_dir: str) -> None:
     files = (TRAINER_STATE_NAME, "results.json", "config.json", "adapter_config.json", f"{PREFIX_CHECKPOINT_DIR}-*")
     if any(path for pattern in files for path in folder.glob(pattern)):
         logger.warning(
-            "`output_dir=%r` holds a run or a model, whose files this one writes over: to go on with that run, stop and set "
-            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`); to keep it, name another folder.",
+            "`output_dir=%r` holds a run or a model, and this run overwrites its files. To continue that run, stop and set "
+            "`resume_from_checkpoint=True` (`--resume_from_checkpoint true`). To keep it, name another folder.",
             output_dir,
         )
 
@@ -152,7 +152,7 @@ def naming_a_full_disk(output_dir: str) -> Iterator[None]:
 
 
 def incomplete(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, if it is not complete: the state comes last, but for other processes' random states."""
+    """Why a checkpoint is not complete, or `None`. The trainer's state is written last, except for the random states of other processes."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -167,7 +167,7 @@ def incomplete(checkpoint: Path) -> str | None:
 
 
 def without_tied(load_result: Any, *models: Any) -> Any:
-    """What loading found, without missing weights that are tied to others, of which a checkpoint has the first name alone."""
+    """Removes missing keys of tied weights from a load result: a checkpoint stores them under their first name only."""
     every, once = ({name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True))
     load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in every - once]
     return load_result
@@ -175,8 +175,8 @@ def without_tied(load_result: Any, *models: Any) -> Any:
 
 def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
     """
-    Makes a checkpoint that is overwritten incomplete until it is written again, without the earlier run's training state, which
-    `save_only_model=True` would leave there. All processes must call it.
+    Removes an earlier run's training state from a checkpoint that is about to be overwritten, so that it counts as incomplete until it is
+    written again. `save_only_model=True` would leave that state there. All processes must call it.
     """
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -341,7 +341,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         text = _rendered(trainer, drawn["messages"])["text"]
         if text != drawn["text"]:
             raise ValueError(
-                f"Other prompts would be drawn for than in the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
+                f"Prompts differ from those of the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
                 f"{new_run}."
             )
         if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):

@@ -22,11 +22,11 @@ RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]
 
 def load_reward_models(reward_funcs: Any, tokenizers: Any, args: Any) -> tuple[list[Any], list[Any]]:
     """
-    `reward_funcs` and `reward_processing_classes` as lists, with models and their tokenizers in the place of paths, loaded as TRL (1.16)
-    does. TRL would train for the random numbers of a head that a checkpoint lacks.
+    Returns `reward_funcs` and `reward_processing_classes` as lists, in which paths are replaced by models and tokenizers, loaded as TRL
+    (1.16) does. TRL would train for the random numbers of a head that a checkpoint lacks.
 
     Raises:
-        `ValueError`: If a reward model cannot be loaded, lacks weights, or is none of one label, or a function does not take what
+        `ValueError`: If a reward model cannot be loaded, lacks weights, or does not have one label, or a function does not take what
             it is called with.
     """
     functions = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
@@ -111,12 +111,12 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     def checked_at_once(completions: list[Any], **columns: Any) -> list[float | None]:
         with _naming(name):
-            result = function(completions=_own(completions), **_own(columns))
+            result = function(completions=_copied(completions), **_copied(columns))
         return read_rewards(result, where, len(completions))
 
     async def checked_later(completions: list[Any], **columns: Any) -> list[float | None]:
         with _naming(name):
-            result = await function(completions=_own(completions), **_own(columns))
+            result = await function(completions=_copied(completions), **_copied(columns))
         return read_rewards(result, where, len(completions))
 
     checked: Any = checked_later if is_async_callable(function) else checked_at_once
@@ -125,11 +125,11 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
-def _own(value: Any) -> Any:
-    """The same value in lists and dictionaries of its own."""
+def _copied(value: Any) -> Any:
+    """A copy of nested lists and dictionaries; other values are not copied."""
     if isinstance(value, dict):
-        return {key: _own(each) for key, each in value.items()}
-    return [_own(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

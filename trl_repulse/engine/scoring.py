@@ -32,8 +32,10 @@ _WORTH = 0.9
 
 
 def longest_row(config: PreTrainedConfig) -> float:
-    """Most tokens of a row, from the position embeddings and windows of a model; infinite without a limit. Windows do
-    not count if the configuration names the layers' kinds, since masks take care of them."""
+    """
+    The largest number of tokens in a row, from a model's position embeddings and attention windows; infinite without a limit. Windows do
+    not count if the configuration names the kinds of its layers, since masks take care of them.
+    """
     limits = [getattr(config, "max_position_embeddings", None)]
     if not hasattr(config, "layer_types"):
         limits += [value for name, value in vars(config).items() if "window" in name]
@@ -322,8 +324,8 @@ def token_log_probs(
 
 def needed_rows(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
     """
-    What `score` makes of the rows that are `needed`, a mask (R,), in tensors of R rows, 0 in the place of others. The first row is always
-    read: all processes make the pass, whose weights they may share.
+    Scores only the rows with `needed` (R,), and returns tensors of R rows, 0 for the others. The first row is always scored: processes
+    that share weights must all make the pass.
     """
     needed = needed.clone()
     needed[0] = True
@@ -342,7 +344,7 @@ def sampler_log_probs(
     layout: Layout,
     sampler: Sampler,
 ) -> torch.Tensor:
-    """As [`token_log_probs`], by another sampler, (R·k, T), from the logits of a model that TRL's fused head does not fit."""
+    """Log-probabilities `(R·k, T)` under another sampler, from a model's logits, if TRL's fused head does not fit the model."""
     ids, mask = (x[:, layout.prompt :].reshape(-1, layout.width) for x in (input_ids, attention_mask))
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits
@@ -402,21 +404,21 @@ class SetScores:
 
 @dataclass
 class CompletionSets:
-    """Sets of completions to the same prompts side by side, as a pass reads them, and the way back to each set for its scores."""
+    """Sets of completions to the same prompts, joined for one pass. [`split`] separates the scores of each set."""
 
     ids: torch.Tensor  # (U, C, T)
     mask: torch.Tensor  # (U, C, T): which tokens the model reads
-    read: torch.Tensor  # (U, C): which completions are needed
-    asked: torch.Tensor | None  # (U, C): which also need log-probabilities by another sampler
+    needed: torch.Tensor  # (U, C): which completions are needed
+    by_sampler: torch.Tensor | None  # (U, C): which also need log-probabilities by another sampler
     shapes: list[tuple[int, int]]  # n and T of each set
     _places: torch.Tensor | None = None  # (U, slots): where those that are kept were, of `_completions` in a unit
     _completions: int = 0
 
     @classmethod
     def of(
-        cls, sets: dict[str, CompletionSet], pad_token_id: int, needed: Masks, asked: Masks | None
+        cls, sets: dict[str, CompletionSet], pad_token_id: int, needed: Masks, by_sampler: Masks | None
     ) -> "CompletionSets":
-        """Sets by name. `needed` and `asked` have a mask for each set of which not all completions count."""
+        """Joins sets, given by name. `needed` and `by_sampler` have a mask for each set of which not all completions count."""
         shapes = [(x.ids.size(1), x.ids.size(2)) for x in sets.values()]
         width = max(length for _, length in shapes)
 
@@ -430,7 +432,7 @@ class CompletionSets:
             every = [ids.new_ones((len(ids), n), dtype=torch.bool) for n, _ in shapes]
             return torch.cat([masks.get(name, part) for name, part in zip(sets, every, strict=True)], dim=1)
 
-        return cls(ids, mask, of_all(needed), None if asked is None else of_all(asked), shapes)
+        return cls(ids, mask, of_all(needed), None if by_sampler is None else of_all(by_sampler), shapes)
 
     @property
     def width(self) -> int:
@@ -445,22 +447,22 @@ class CompletionSets:
     def join(self, units: int) -> None:
         """Joins every `units` neighbouring units into one. They must have the same prompt."""
         self.ids, self.mask = (x.reshape(-1, units * x.size(1), self.width) for x in (self.ids, self.mask))
-        self.read = self.read.reshape(-1, units * self.read.size(1))
-        self.asked = None if self.asked is None else self.asked.reshape(self.read.shape)
+        self.needed = self.needed.reshape(-1, units * self.needed.size(1))
+        self.by_sampler = None if self.by_sampler is None else self.by_sampler.reshape(self.needed.shape)
 
     def keep_needed(self, slots: int) -> None:
         """Keeps `slots` completions of each unit: those that are needed first. The mask of the others is 0."""
         self._completions = self.completions
-        self._places = self.read.long().argsort(dim=1, descending=True, stable=True)[:, :slots]
+        self._places = self.needed.long().argsort(dim=1, descending=True, stable=True)[:, :slots]
         index = self._places.unsqueeze(2).expand(-1, -1, self.width)
-        self.read = self.read.gather(1, self._places)
-        self.asked = None if self.asked is None else self.asked.gather(1, self._places)
-        self.ids, self.mask = self.ids.gather(1, index), self.mask.gather(1, index) * self.read.unsqueeze(2)
+        self.needed = self.needed.gather(1, self._places)
+        self.by_sampler = None if self.by_sampler is None else self.by_sampler.gather(1, self._places)
+        self.ids, self.mask = self.ids.gather(1, index), self.mask.gather(1, index) * self.needed.unsqueeze(2)
 
     def rows(self, layout: Layout, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tokens of rows and their mask, `(R, S)` each, with `prompts` (tokens and mask, `(U, L)` each) in front; then `read` and `asked`, `(R, k)`."""
+        """Tokens of rows and their mask, `(R, S)` each, with `prompts` (tokens and mask, `(U, L)` each) in front; then `needed` and `by_sampler`, `(R, k)`."""
         tokens = [layout.rows(x, y) for x, y in zip(prompts, (self.ids, self.mask), strict=True)]
-        return tokens + [x.reshape(-1, layout.count) for x in (self.read, self.asked) if x is not None]
+        return tokens + [x.reshape(-1, layout.count) for x in (self.needed, self.by_sampler) if x is not None]
 
     def split(self, scores: torch.Tensor) -> list[torch.Tensor]:
         """Scores of the completions in rows, `(R·k, T)`, as `(U, n, T)` for each set; 0 for completions that were not kept."""
@@ -534,7 +536,7 @@ class Scoring:
         if shared and not wanted.needed:
             layout = self.layout(length, joined.width, joined.completions)
         elif shared:
-            layout, slots = self._layout_for(length, joined.width, joined.read)
+            layout, slots = self._layout_for(length, joined.width, joined.needed)
             joined.keep_needed(slots)
         rows = joined.rows(layout, prompts)
         reader = self._reader(model, layout, bool(wanted.needed), wanted.sampler, gradient)
@@ -561,20 +563,20 @@ class Scoring:
         """
         aux_loss = gradient and self._aux_loss
 
-        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *asked: torch.Tensor) -> Scores:
+        def log_probs(ids: torch.Tensor, mask: torch.Tensor, *by_sampler: torch.Tensor) -> Scores:
             cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
             if sampler is not None and self.guard.fused_head:
-                other = sampler, asked[0].flatten()
+                other = sampler, by_sampler[0].flatten()
                 return token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss, *other)
             scores = token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss)
             if sampler is None:
                 return scores
             return scores._replace(by_sampler=sampler_log_probs(model, self._accelerator, ids, mask, cut, sampler))
 
-        def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *asked: torch.Tensor) -> tuple:
+        def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *by_sampler: torch.Tensor) -> tuple:
             if not leave_out or layout.count > 1:
-                return log_probs(ids, mask, *asked)
-            return needed_rows(log_probs, needed.squeeze(1), ids, mask, *asked)
+                return log_probs(ids, mask, *by_sampler)
+            return needed_rows(log_probs, needed.squeeze(1), ids, mask, *by_sampler)
 
         return of_rows
 
@@ -602,8 +604,8 @@ class Scoring:
 
     def _layout_for(self, prompt: int, width: int, needed: torch.Tensor) -> tuple[Layout, int]:
         """
-        The cheapest layout for the completions that are `needed`, a mask (U, n), and for how many completions of a unit it has room:
-        as many as the most that a unit needs, or some more if these fill rows. All n where prompts are not shared.
+        Returns the cheapest layout for the completions with `needed` (U, n), and the number of slots of a unit: as many as the most that a
+        unit needs, or a few more if these fill rows. All n if prompts are not shared.
         """
         most = needed.size(1)
         if not self.guard.share_prompts:
@@ -658,9 +660,11 @@ class Scoring:
         *rows: torch.Tensor,
     ) -> Parts:
         """
-        What `score` makes of rows (R, ...) without gradient, in several passes. Where prompts are shared, each takes no more tokens than a
-        micro-batch of `size` has in rows of single completions, and no more than twice its completions, which go onto the vocabulary; or
-        one row. A collective call where processes share weights and so make the same number of passes: no more than they have `units`.
+        Calls `score` on rows (R, ...) in several passes without gradient, and joins the results.
+
+        Where prompts are shared, a pass has at most as many tokens as a micro-batch of `size` completions in separate rows, and at most
+        twice as many completions, whose logits take memory; but at least one row. A collective call where processes share weights: all
+        make the same number of passes, at most `units`.
         """
         at_once = size
         if self.guard.share_prompts:
@@ -686,8 +690,8 @@ class Scoring:
         size: int | None = None,
     ) -> Parts:
         """
-        What `score` makes of completions (B, T) at the end of rows (B, L + T), of which neighbours may have the same prompt: in one pass,
-        or in several as for micro-batches of `size`.
+        Calls `score` on completions (B, T) at the end of rows (B, L + T), laid out so that neighbours with the same prompt share a row. In
+        one pass, or in several as for micro-batches of `size`.
         """
         length = input_ids.size(1) - width
         prompts = [x[:, :length] for x in (input_ids, attention_mask)]
@@ -711,8 +715,8 @@ class Scoring:
         *more: torch.Tensor,
     ) -> Parts:
         """
-        What `score` makes of rows (B, L + T), their mask and whatever else there is of each row: all at once, or by prompt length
-        if a model reads padding.
+        Calls `score` on rows (B, L + T), their mask, and further tensors of rows: in one pass, or in one for each prompt length if a model
+        reads padding.
         """
         if not self.guard.score_by_length:
             return score(input_ids, attention_mask, *more)
@@ -725,7 +729,7 @@ class Scoring:
 
 
 def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of micro-batches, those of a prompt next to each other, in as many micro-batches; what has no rows stays."""
+    """Sorts the rows of micro-batches by prompt, and cuts them into the same number of micro-batches. Values without rows stay."""
     in_rows = [name for name, x in batches[0].items() if x is not None and x.dim() > 0]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in in_rows}
     prompts = torch.stack([rows["prompt_ids"], rows["prompt_mask"]], dim=2)

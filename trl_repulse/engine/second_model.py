@@ -107,9 +107,12 @@ class SecondModel:
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
         """
         Wraps the model as the trainer's is wrapped, with optimizer, schedule (over `num_training_steps` updates) and clipping by the
-        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew.
+        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew, and drops the gradient of
+        an update that failed.
         """
         args: Any = trainer.args
+        for p in self.module.parameters():
+            p.grad = None
         if self.optimizer is None:
             self._build(trainer)
             self._max_grad_norm = args.max_grad_norm
@@ -195,15 +198,13 @@ class SecondModel:
         return _fsdp.whole(norm).item()
 
     def update(self, logs: "Logs", folder: str, advance_schedule: bool = True) -> None:
-        """[`step`] and [`step_schedule`], with learning rate and gradient norm in the logs under the model's `folder`."""
+        """
+        Calls [`step`], with learning rate and gradient norm in the logs under the model's `folder`. Then advances the schedule, if
+        `advance_schedule` and the step was not skipped.
+        """
         logs.value(f"{folder}/learning_rate", self.optimizer.param_groups[0]["lr"])
         logs.value(f"{folder}/grad_norm", self.step())
-        if advance_schedule:
-            self.step_schedule()
-
-    def step_schedule(self) -> None:
-        """Advances the learning rate schedule, unless the last step was skipped."""
-        if not self._step_was_skipped:
+        if advance_schedule and not self._step_was_skipped:
             self.scheduler.step()
 
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
@@ -284,7 +285,7 @@ class SecondModel:
 
 
 def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """An optimizer's state of one parameter, flat: nested names (bitsandbytes) are joined by a slash."""
+    """Yields an optimizer's state of one parameter with flat names: nested names (bitsandbytes) are joined by a slash."""
     for name, value in slots.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
@@ -467,7 +468,7 @@ class SecondAdapter(SecondModel):
 
     @contextlib.contextmanager
     def _masters_in_place(self, changed: bool = False) -> Iterator[None]:
-        """With DeepSpeed, parameters are their whole float32 copies inside; if `changed`, these are copied back."""
+        """Context in which, with DeepSpeed, the parameters are their float32 copies. With `changed=True`, these are copied back."""
         if self._masters is None:
             yield
             return
@@ -544,8 +545,8 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
 
 def load_reference(trainer: Any, checkpoint: Path) -> None:
     """
-    Takes up what [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or that of another
-    model.
+    Loads the reference that [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or
+    that of another model.
     """
     if not trainer.args.sync_ref_model:
         return
@@ -563,8 +564,8 @@ def load_reference(trainer: Any, checkpoint: Path) -> None:
     names = {name for name, _ in module.named_parameters()}
     if names != set(weights):
         raise ValueError(
-            f"{path} is not of a reference as `model` makes it: `{min(names ^ set(weights))}` is in one of them alone; set "
-            "`model` to what the run began with."
+            f"{path} does not fit the reference that `model` makes: only one of them has `{min(names ^ set(weights))}`. Set `model` to the "
+            "one that the run began with."
         )
     if trainer.accelerator.is_fsdp2:
         set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
@@ -639,6 +640,7 @@ def build_value_model(
 
 
 def _load(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model."""
     if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # not of a head that is new
         quantization_config = copy.deepcopy(quantization_config)
         skipped = quantization_config.llm_int8_skip_modules or []
@@ -686,6 +688,7 @@ def _require_token_classifier(config: Any) -> None:
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:
+    """The linear head of a classifier. Raises a `ValueError` if there is not exactly one."""
     heads = [child for child in model.children() if isinstance(child, nn.Linear)]
     if len(heads) != 1:
         raise ValueError(
@@ -696,6 +699,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
 
 
 def _set_head(value: PreTrainedModel, source: nn.Linear | None) -> None:
+    """Copies a head to a value model's, or sets that to 0 if `source` is `None`."""
     head = _head(value)
     with torch.no_grad():
         nn.init.zeros_(head.weight)

@@ -48,11 +48,6 @@ class Shape:
     micro_batch: int
 
     @property
-    def mode(self) -> str:
-        """`"train"` or `"eval"`."""
-        return "train" if self.training else "eval"
-
-    @property
     def extra_unit(self) -> int:
         """m, extra samples of a unit."""
         return self.extra * self.unit // self.generations
@@ -154,7 +149,7 @@ class Units:
         return tensors
 
     def added_to_rows(self) -> dict[str, torch.Tensor]:
-        """What a negative term adds to a batch of TRL's GRPO trainer, with its rows first."""
+        """The tensors that a negative term adds to a batch of TRL's GRPO trainer, with rows as the first axis."""
         names = [key for key in self.to_batch() if key.startswith(_PREFIXES[EXTRA]) or key == _FIELDS["coefficients"]]
         return {name: x for name, x in self.to_batch().items() if name in names}
 
@@ -163,7 +158,7 @@ class Units:
         return {OWN: self.own} if self.extra is None else {OWN: self.own, EXTRA: self.extra}
 
     def split(self, parts: int) -> list["Units"]:
-        """As many parts of neighbouring units."""
+        """Splits the units into this number of parts."""
         batch = self.to_batch()
         chunks = [x.chunk(parts) for x in batch.values()]
         return [Units.of(dict(zip(batch, values, strict=True))) for values in zip(*chunks, strict=True)]
@@ -174,7 +169,7 @@ class Units:
 
     @property
     def extra_samples(self) -> CompletionSet:
-        """The extra samples, where there must be some."""
+        """The extra samples. Raises a `ValueError` if there are none."""
         if self.extra is None:
             raise ValueError("No extra samples were drawn for this batch.")
         return self.extra
@@ -223,40 +218,8 @@ class Samples:
     completions: list  # in the same form
     prompt_ids: torch.Tensor  # (B, L), left-padded
     prompt_mask: torch.Tensor  # (B, L)
-    completion_ids: torch.Tensor  # (B, T), right-padded
-    completion_mask: torch.Tensor  # (B, T): 1 at the tokens that the model wrote
-    rewards: torch.Tensor  # (B,), weighted; NaN where no reward function gave one
+    completion_set: CompletionSet  # in units of n neighbouring rows
     rewards_per_func: torch.Tensor  # (B_all, F), of all processes' rows
-    engine_log_p: torch.Tensor | None = None  # (B, T), nats, by a vLLM engine, to be compared, not used
-    attended: torch.Tensor | None = None  # (B, T), mask of all tokens, where tools may have written some
-
-    def in_units(self, n: int) -> CompletionSet:
-        """Completions in units of n neighbouring rows."""
-        named = {
-            "ids": self.completion_ids,
-            "mask": self.completion_mask,
-            "rewards": self.rewards,
-            "attended": self.attended,
-            "engine_log_p": self.engine_log_p,
-        }
-        return CompletionSet(**{name: x.unflatten(0, (-1, n)) for name, x in named.items() if x is not None})
-
-
-def own_prompts(samples: Samples, units: Units, m: int) -> dict[str, torch.Tensor]:
-    """
-    Prompts of extra samples, m for each unit, `(U, m, L)`, if they differ from those of the units.
-
-    Prompts differ where an environment does not always begin in the same way.
-    """
-    pairs = [(samples.prompt_ids, samples.prompt_mask), (units.prompt_ids, units.prompt_mask)]
-    length = max(ids.size(1) for ids, _ in pairs)
-    of_samples, of_units = (
-        F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in pairs
-    )
-    if torch.equal(of_samples, of_units.repeat_interleave(m, 0)):
-        return {}
-    named = {"prompt_ids": samples.prompt_ids, "prompt_mask": samples.prompt_mask}
-    return {name: x.unflatten(0, (-1, m)) for name, x in named.items()}
 
 
 class Drawing:
@@ -302,18 +265,21 @@ class Drawing:
             raise
 
     def generate_single_turn(self, prompt_ids: list[list[int]], generate: Callable[..., Any]) -> Any:
-        """What TRL's hook returns for prompts; `generate` takes prompts and, as `drawn_by`, which rows another sampler draws."""
+        """
+        Generates completions with `generate`, which takes prompts and `drawn_by`: which rows another sampler draws, and that sampler.
+        Extra samples drawn in the same call are kept for [`draw_extra`].
+        """
         return generate(prompt_ids) if self._joint is None else self._joint.draw(prompt_ids, generate)
 
     # Samples with rewards
 
     def draw_own(self, rows: list[dict[str, Any]], shape: Shape) -> Units:
         """Draws a policy sample for each row, scores it with the reward functions, and logs it."""
-        samples = self._draw(rows, shape)
-        self._tables.record(samples)
         n = shape.unit
-        places = torch.arange(len(rows), device=samples.rewards.device).view(-1, n)
-        return Units(samples.prompt_ids[::n], samples.prompt_mask[::n], samples.in_units(n), rows=places)
+        samples = self._draw(rows, shape, n)
+        self._tables.record(samples)
+        places = torch.arange(len(rows), device=samples.prompt_ids.device).view(-1, n)
+        return Units(samples.prompt_ids[::n], samples.prompt_mask[::n], samples.completion_set, rows=places)
 
     def draw_extra(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source) -> CompletionSet:
         """
@@ -334,17 +300,23 @@ class Drawing:
         try:
             with sampling_from(trainer, source.engine, PROPOSAL_FOLDER, shape.extra, source.sampler):
                 with trainer._acting(rows) as acting_rows:
-                    samples = self._draw(acting_rows, shape)
+                    samples = self._draw(acting_rows, shape, m)
         finally:
             self._joint, self._logs.prefix = None, ""
         self._tables.record(samples, is_extra=True)
-        extra = samples.in_units(m)
-        for name, prompts in own_prompts(samples, units, m).items():
-            setattr(extra, name, prompts)
-        return extra
+        # Where an environment does not always begin in the same way, extra samples have prompts of their own
+        pairs = [(samples.prompt_ids, samples.prompt_mask), (units.prompt_ids, units.prompt_mask)]
+        length = max(ids.size(1) for ids, _ in pairs)
+        of_samples, of_units = (
+            F.pad(ids.masked_fill(mask == 0, -1), (length - ids.size(1), 0), value=-1) for ids, mask in pairs
+        )
+        if torch.equal(of_samples, of_units.repeat_interleave(m, 0)):
+            return samples.completion_set
+        prompt_ids, prompt_mask = (x.unflatten(0, (-1, m)) for x in (samples.prompt_ids, samples.prompt_mask))
+        return replace(samples.completion_set, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 
-    def _draw(self, rows: list[dict[str, Any]], shape: Shape) -> Samples:
-        """Draws one completion a row, and records metrics."""
+    def _draw(self, rows: list[dict[str, Any]], shape: Shape, n: int) -> Samples:
+        """Draws one completion a row, in units of n neighbouring rows, and records metrics."""
         trainer, device = self._trainer, self._logs.accelerator.device
         prompts = [row["prompt"] for row in rows]
         prompt_ids, completion_ids, tool_mask, completions, log_probs, *_ = trainer._generate(prompts)
@@ -364,24 +336,18 @@ class Drawing:
                 both.append(x)
             return both[0], both[1]
 
-        samples = Samples(
-            prompts,
-            completions,
-            *padded(prompt_ids, "left"),
-            *padded(completion_ids, "right"),
-            rewards[local_rows(self._logs.accelerator, len(rows))],
-            rewards_per_func,
-        )
+        ids, mask = padded(completion_ids, "right")
+        tensors = {"ids": ids, "rewards": rewards[local_rows(self._logs.accelerator, len(rows))]}
         if trainer.use_vllm:
-            samples.engine_log_p = torch.full(samples.completion_mask.shape, torch.nan, device=device)
-            for row, values in zip(samples.engine_log_p, engine_log_p, strict=True):
+            tensors["engine_log_p"] = torch.full(mask.shape, torch.nan, device=device)
+            for row, values in zip(tensors["engine_log_p"], engine_log_p, strict=True):
                 row[: len(values)] = torch.tensor([torch.nan if value is None else value for value in values])
             self._logs.metrics["sampling/weights_version"].append(trainer.vllm_generation.version)
         if trainer.mask_truncated_completions:
-            complete = torch.tensor([trainer._has_ended(row) for row in completion_ids], device=device)
-            samples.completion_mask = samples.completion_mask * complete.unsqueeze(1)
-        samples.completion_mask = samples.completion_mask * self._logs.are_real(len(rows)).unsqueeze(1)
+            mask = mask * torch.tensor([trainer._has_ended(row) for row in completion_ids], device=device).unsqueeze(1)
+        mask = mask * self._logs.are_real(len(rows)).unsqueeze(1)
+        tensors["mask"] = mask
         if tool_mask is not None:
-            samples.attended = samples.completion_mask
-            samples.completion_mask = samples.attended * padded(tool_mask, "right")[0]
-        return samples
+            tensors |= {"attended": mask, "mask": mask * padded(tool_mask, "right")[0]}
+        completion_set = CompletionSet(**{name: x.unflatten(0, (-1, n)) for name, x in tensors.items()})
+        return Samples(prompts, completions, *padded(prompt_ids, "left"), completion_set, rewards_per_func)

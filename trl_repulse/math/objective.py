@@ -4,13 +4,18 @@ Axis letters: P prompts, N completions per prompt, T completion tokens.
 """
 
 import math
+from ctypes import c_float
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from .._numbers import is_bad
 from .importance import Reduction, reduce_log_probs, require_shape, sequence_log_prob, zero_masked
+
+
+def is_below(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
+    """1[r < η] as a mask: which rewards are under a threshold, in float32; false for NaN."""
+    return rewards.float() < c_float(threshold).value
 
 
 def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
@@ -31,11 +36,11 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
     """Transformed reward r' = r − α·1[r < η], which subtracts α, at least 0 and in units of reward, from every reward
     below the threshold η. Raises `ValueError` if `alpha` is negative."""
     _require_non_negative("alpha", alpha)
-    return reward - alpha * is_bad(reward, threshold).to(reward.dtype)
+    return reward - alpha * is_below(reward, threshold).to(reward.dtype)
 
 
 def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
-    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.RewardConfig`]; r itself
+    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.SharedConfig`]; r itself
     without one."""
     if args.reward_transform == "exponential":
         return exponential_transform(reward, args.reward_transform_alpha, args.reward_transform_beta)
@@ -63,7 +68,7 @@ def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float =
     """
     _require_non_negative("eps", eps)
     good, bad = (math.log(eps) if eps > 0 else -math.inf), math.log1p(eps)
-    log_potential = torch.full_like(reward, good).masked_fill(is_bad(reward, threshold), bad)
+    log_potential = torch.full_like(reward, good).masked_fill(is_below(reward, threshold), bad)
     return torch.where(reward.isnan(), reward, log_potential)
 
 

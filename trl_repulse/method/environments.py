@@ -44,7 +44,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
     own = given.get("environment_factory")
     if factory is not None and (own is None or not args.draws_twice):
         missing = "an `environment_factory`" if own is None else "completions of a proposal, or of a hotter policy"
-        raise ValueError(f"`proposal_environment_factory` has no use without {missing}; leave it out.")
+        raise ValueError(f"`proposal_environment_factory` has no effect without {missing}; leave it out.")
     if not args.draws_twice:
         return
     others = "The proposal" if args.has_proposal else "The policy, drawn hotter,"
@@ -52,7 +52,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
     if given.get("rollout_func"):
         raise ValueError(
             f"{others} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
-            f"temperature: importance weights would be wrong without a word. Pass `tools` or an `environment_factory` instead. {remedy}."
+            f"temperature: importance weights could be wrong unnoticed. Pass `tools` or an `environment_factory` instead. {remedy}."
         )
     names = [name for name in ("tools", "environment_factory") if given.get(name)]
     if not names:
@@ -72,7 +72,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
         )
     if isinstance(own, dict) != isinstance(factory, dict) or (isinstance(own, dict) and set(own) != set(factory)):
         raise ValueError(
-            "`proposal_environment_factory` must be as `environment_factory`: one callable, or a dictionary with the same names."
+            "`proposal_environment_factory` must have the form of `environment_factory`: one callable, or a dictionary with the same names."
         )
 
 

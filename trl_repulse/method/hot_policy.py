@@ -27,7 +27,8 @@ from ..math.importance import (
     reward_scale,
     sequence_log_prob,
 )
-from .negative_term import CollapseWatch, ExtraSamplesTerm, Services, Weights
+from ..math.objective import is_below
+from .negative_term import ExtraSamplesTerm, Services, Weights
 
 
 logger = get_logger(__name__)
@@ -57,7 +58,6 @@ class HotPolicy(ExtraSamplesTerm):
         super().__init__(services)
         self.choice = SamplerChoice(services, self.args.proposal_temperature)
         self.measured = MeasuredThreshold(services) if self.args.bad_reward_threshold is None else None
-        self._watch = CollapseWatch(self)
 
     @property
     def bad_reward_threshold(self) -> float | None:
@@ -83,10 +83,13 @@ class HotPolicy(ExtraSamplesTerm):
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
         threshold = self.bad_reward_threshold
-        return is_bad(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
+        return is_below(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
 
     def wanted(self, units: Units) -> Wanted:
-        """As [`NegativeTerm.wanted`]: until samples are weighed those that may be bad, also under the sampler; no others have a weight."""
+        """
+        As [`NegativeTerm.wanted`]. Until samples are weighed, the extra samples that may be bad, and all bad samples under the sampler
+        too: no others have a weight.
+        """
         extra = units.extra_samples
         if extra.coefficients is not None:
             return super().wanted(units)
@@ -100,7 +103,7 @@ class HotPolicy(ExtraSamplesTerm):
         return scores.by_sampler[EXTRA] if EXTRA in scores.by_sampler else scores.of(EXTRA, extra)
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
-        """As [`NegativeTerm.weigh`]: policy samples and hot ones that are bad."""
+        """As [`NegativeTerm.weigh`]. Weighs policy samples and hot samples against their mixture; only bad ones have a weight."""
         own, extra, sizes = units.own, units.extra_samples, (shape.generations, shape.extra)
 
         def whole(of_own: torch.Tensor, of_extra: torch.Tensor) -> torch.Tensor:
@@ -123,13 +126,13 @@ class HotPolicy(ExtraSamplesTerm):
         return Weights(*by_unit, log_w=log_w, log_potential=log_potential, log_p=log_p, log_q=log_q)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """As [`NegativeTerm.observe`]; the choice of samplers and a constraint see the bad samples."""
+        """As [`NegativeTerm.observe`]. The choice of samplers and a constraint get the bad samples."""
         log_w, log_potential, constraint = weights.log_w, weights.log_potential, self.services.constraint
         log_p, log_q = weights.log_p, weights.log_q
         assert log_w is not None and log_potential is not None and log_p is not None and log_q is not None
         if shape.training:
             self.choice.keep_finds(log_p, log_q, log_w - log_potential.nan_to_num(neginf=0.0))
-        self._watch.look(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
+        self.log_extra_samples(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
         scored, has_bad = ~log_potential.isnan(), (log_w > -torch.inf).any(dim=1)
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
@@ -190,7 +193,10 @@ class SamplerChoice:
         return self.samplers[self.index]
 
     def choose(self, gathers: bool = True) -> None:
-        """Counts what was found since the last choice, by this process alone if it `gathers`, and chooses the next sampler. A collective call."""
+        """
+        Adds the bad samples found since the last choice, gathered from all processes if `gathers`, and chooses the next sampler. A
+        collective call.
+        """
         self._finds.extend(gather_object(self._new) if gathers else self._new)
         self._new = []
         self._raise_tokens()
@@ -230,7 +236,7 @@ class SamplerChoice:
         if threshold is not None:
             self.counts *= _KEPT
             for index, rewards in zip((0, self.index), everyone, strict=True):
-                bad = int(is_bad(rewards, threshold).sum())
+                bad = int(is_below(rewards, threshold).sum())
                 self.counts[:, index] += bad, int((~rewards.isnan()).sum()) - bad
         for rewards in everyone:
             self._rewards.extend(rewards[rewards.isfinite()].tolist())

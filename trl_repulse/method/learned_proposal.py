@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ..engine.scoring import SetScores, Wanted
 from ..engine.second_model import PROPOSAL_FOLDER, SecondModel
 from ..engine.units import EXTRA, CompletionSet, Shape, Source, Units
-from ..math.importance import log_importance_weights, normalize_weights
+from ..math.importance import log_importance_weights, log_z_estimate, normalize_weights
 from ..math.objective import scale_gradient
 from ..math.proposal_losses import (
     ctl_coefficients,
@@ -25,7 +25,7 @@ from ..math.proposal_losses import (
     vargrad_loss,
     vargrad_targets,
 )
-from .negative_term import CollapseWatch, ExtraSamplesTerm, Services, Weights
+from .negative_term import ExtraSamplesTerm, Services, Weights
 
 
 class _UpdateAfterPolicy(TrainerCallback):
@@ -53,7 +53,6 @@ class LearnedProposal(ExtraSamplesTerm):
         super().__init__(services)
         self.proposal = proposal
         self.pending: list[tuple[Units, Shape]] = []  # micro-batches that an update after the policy's learns from
-        self._watch = CollapseWatch(self)
         self._updates_first = self.args.proposal_update_order == "before"
         if not self._updates_first:
             add_callback(_UpdateAfterPolicy(self))
@@ -127,7 +126,13 @@ class LearnedProposal(ExtraSamplesTerm):
         assert weights.log_w is not None
         scored = ~self.services.by_prompt(units.extra_samples.rewards, shape.extra).isnan()
         self.logs.importance(PROPOSAL_FOLDER, weights.log_w, scored)
-        self._watch.compare(units, weights.log_w, self._watch.look(units, scores, shape), shape)
+        self.log_extra_samples(units, scores, shape)
+        # If all samples of a prompt are the same, their weights are equal, and the effective sample size is large. But the policy's own
+        # samples bound log Z from below: a proposal whose estimate is lower finds less of the target than no proposal
+        log_potential = self.services.by_prompt(self.log_potential(units.own.rewards), shape.generations)  # (P, N)
+        bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
+        gaps = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(weights.log_w, scored)  # (P,)
+        self.logs.mean("proposal/log_z_gap", torch.where(gaps.isinf(), torch.nan, gaps))
 
     def weigh_early(self, units: Units, shape: Shape) -> Units:
         """As [`NegativeTerm.weigh_early`]; where prompts are cut apart, also what the proposal's loss needs of a whole prompt."""
@@ -144,7 +149,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return shape.training and self._updates_first
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
-        """As [`NegativeTerm.learn`]; an update after the policy's keeps the samples instead."""
+        """As [`NegativeTerm.learn`]. With `proposal_update_order="after"`, keeps the samples for the update after the policy's."""
         if not shape.training:
             return
         if not self._updates_first:
@@ -180,6 +185,9 @@ class LearnedProposal(ExtraSamplesTerm):
         """Updates the proposal, unless it waits for the policy."""
         if self._updates_first:
             self._step()
+
+    def drop(self) -> None:
+        self.pending = []
 
     def _step(self, advance_schedule: bool = True) -> None:
         """Updates the proposal with the gradient it has."""

@@ -9,22 +9,19 @@ tokens.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from transformers import TrainerState
 
-from ..engine.diagnosis import DISTINCT, LOG_Z_GAP, SAMPLES, UPDATES
-from ..engine.logs import Logs, Moments, mean
+from ..engine.logs import Logs
 from ..engine.scoring import Scoring, SetScores, Wanted, takes_bias
 from ..engine.second_model import PROPOSAL_FOLDER
 from ..engine.units import EXTRA, OWN, CompletionSet, Drawing, Shape, Source, Units, to_prompts, to_units
-from ..math.importance import distinct_share, log_z_estimate, normalize_weights, rank_among, sequence_log_prob
+from ..math.importance import distinct_share, normalize_weights, rank_among, sequence_log_prob
 from ..math.objective import (
     class_log_potential,
     geometric_schedule,
@@ -38,9 +35,6 @@ from ..models._adapters import base_of
 
 if TYPE_CHECKING:
     from .constraint import Constraint
-
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,7 @@ class NegativeTerm:
         return self.weigh_early(units, shape) if shape.early else units
 
     def weigh_early(self, units: Units, shape: Shape) -> Units:
-        """Weighs the samples of a generation batch as they are drawn."""
+        """Adds weights to the samples of a generation batch when they are drawn."""
         weights = self.weigh(units, SetScores(), shape)
         self.observe(units, SetScores(), weights, shape)
         return weights.added_to(units)
@@ -176,7 +170,7 @@ class NegativeTerm:
         return Wanted()
 
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
-        """Adds to the policy's scores those of a proposal."""
+        """Adds the scores of a proposal to those of the policy."""
         return scores
 
     # Weigh
@@ -187,7 +181,8 @@ class NegativeTerm:
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
         """
-        Weights of the samples; changes nothing. Here of the policy's own, whose log-probabilities are not needed.
+        Computes the weights of samples, without side effects. The base class weighs the policy's own samples, and does not need their
+        log-probabilities.
 
         Args:
             units ([`Units`]): Units with rewards and, for `negative_loss="reinforce"`, `returns`.
@@ -204,7 +199,7 @@ class NegativeTerm:
         return Weights(own=self.services.by_unit(own, units.own.rewards), log_w=log_w, log_potential=log_potential)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """Logs what was weighed, and lets whatever adapts to it know. A collective call."""
+        """Logs the weights, and passes them to what adapts to them, such as a constraint. A collective call."""
         if weights.log_w is not None and weights.log_potential is not None:
             self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
 
@@ -215,6 +210,9 @@ class NegativeTerm:
 
     def end_of_update(self) -> None:
         """Updates a proposal, once the gradient of an update is complete."""
+
+    def drop(self) -> None:
+        """Discards samples that wait for the end of an update, such as those of a run that failed."""
 
     # What a checkpoint keeps
 
@@ -290,11 +288,11 @@ class ExtraSamplesTerm(NegativeTerm):
         return self.weigh_early(units, shape) if shape.early else units
 
     def after_drawing(self, units: Units, shape: Shape) -> Units:
-        """Sees a generation batch with its extra samples, before anything is scored, and may add to it. All processes call it."""
+        """Hook that may read and extend a generation batch with its extra samples before it is scored. All processes call it."""
         return units
 
     def weigh_early(self, units: Units, shape: Shape) -> Units:
-        """As [`NegativeTerm.weigh_early`]; what is scored for it is kept, since the policy changes until samples are used."""
+        """As [`NegativeTerm.weigh_early`]. The scores are kept with the samples, since the policy changes before these are used."""
         wanted, extra = self.wanted(units), units.extra_samples
         sets: tuple[str, ...] = (EXTRA, OWN)
         needed = wanted.needed
@@ -333,90 +331,23 @@ class ExtraSamplesTerm(NegativeTerm):
     def is_weighed(self, units: Units) -> bool:
         return super().is_weighed(units) or units.extra_samples.coefficients is not None
 
-
-class CollapseWatch:
-    """
-    Logs how a proposal's samples compare with the policy's, and warns once if a learned proposal's are the worse ones.
-
-    The effective sample size does not show a collapse: if all samples of a prompt are the same, or equally improbable under the
-    policy, their weights are equal. But the policy's own samples bound log Z from below too, and a proposal whose samples put it
-    lower finds less of the target than no proposal.
-
-    Args:
-        term ([`NegativeTerm`]):
-            The negative term that draws the samples.
-    """
-
-    def __init__(self, term: NegativeTerm):
-        self._term, self._services, self._logs = term, term.services, term.logs
-        self._gaps: deque[float] = deque(maxlen=UPDATES)
-        self._distinct: deque[float] = deque(maxlen=UPDATES)
-        self._of_update: list[tuple[float | None, float]] = []  # gap and distinct samples of each of its micro-batches
-        self._warned = False
-
-    def look(self, units: Units, scores: SetScores, shape: Shape, counted: torch.Tensor | None = None) -> torch.Tensor:
+    def log_extra_samples(
+        self, units: Units, scores: SetScores, shape: Shape, ranked: torch.Tensor | None = None
+    ) -> None:
         """
-        Logs `distinct` and `log_p_rank`, and returns the first of each prompt that counts.
+        Logs how extra samples compare with the policy's: the share of distinct ones, and the rank of their log-probabilities.
 
         Args:
             units ([`Units`]): Samples of both kinds.
             scores ([`SetScores`]): Their log-probabilities under the policy.
             shape ([`Shape`]): How the batch is cut.
-            counted (`torch.Tensor` of shape `(U, m)`, *optional*): Which extra samples have their rank logged, by default all.
+            ranked (`torch.Tensor` of shape `(U, m)`, *optional*): Which extra samples are ranked, by default all.
         """
-        by_prompt, extra, size = self._services.by_prompt, units.extra_samples, shape.extra
+        by_prompt, extra, size = self.services.by_prompt, units.extra_samples, shape.extra
         mask = by_prompt(extra.mask, size)
         known = (~by_prompt(extra.rewards, size).isnan()).any(dim=1)  # other prompts may only fill up a batch
-        shares = distinct_share(by_prompt(extra.ids, size), mask)
-        self._logs.mean("proposal/distinct", shares[known])
+        self.logs.mean("proposal/distinct", distinct_share(by_prompt(extra.ids, size), mask)[known])
         own = by_prompt(sequence_log_prob(scores.of(OWN, units.own), units.own.mask), shape.generations)
-        counted = None if counted is None else by_prompt(counted, size)
+        ranked = None if ranked is None else by_prompt(ranked, size)
         log_p = sequence_log_prob(by_prompt(scores.of(EXTRA, extra), size), mask)
-        self._logs.mean("proposal/log_p_rank", rank_among(log_p, own, counted)[known])
-        return shares[known]
-
-    def compare(self, units: Units, log_w: torch.Tensor, shares: torch.Tensor, shape: Shape) -> None:
-        """
-        Logs `log_z_gap`, and warns once if it stays large, or samples stay alike. A collective call.
-
-        `log_w` (P, K) are the log-weights of the proposal's samples, −inf for those without a reward; `shares` are what [`look`] returned.
-        """
-        by_prompt, size = self._services.by_prompt, shape.extra
-        scored = ~by_prompt(units.extra_samples.rewards, size).isnan()  # (P, K)
-        log_potential = by_prompt(self._term.log_potential(units.own.rewards), shape.generations)  # (P, N)
-        bound = torch.where(log_potential.isnan(), -torch.inf, log_potential)
-        gaps = log_z_estimate(bound, ~log_potential.isnan()) - log_z_estimate(log_w, scored)  # (P,)
-        gap = self._logs.gathered(Moments.of(torch.where(gaps.isinf(), torch.nan, gaps)))
-        self._logs.record({"proposal/log_z_gap": mean}, gap)
-        distinct = self._logs.gathered(Moments.of(shares))
-        if not shape.training or not distinct.count:
-            return
-        self._of_update.append((gap.mean if gap.count else None, distinct.mean * size))
-        if not (shape.early or self._services.accelerator.sync_gradients):  # early, the batch is whole
-            return
-        known = [
-            value for value, _ in self._of_update if value is not None
-        ]  # with an indicator many batches have none
-        latest = sum(value for _, value in self._of_update) / len(self._of_update)
-        self._of_update.clear()
-        self._distinct.append(latest)
-        if known:
-            self._gaps.append(sum(known) / len(known))
-        if not self._warned:
-            self._warn(latest, size)
-
-    def _warn(self, distinct: float, size: int) -> None:
-        gap, alike = (sum(each) / UPDATES if len(each) == UPDATES else None for each in (self._gaps, self._distinct))
-        if gap is not None and gap > LOG_Z_GAP:
-            seen = f"do not find the policy's bad outputs: they put log Z {gap:.1f} nats lower than the policy's own samples do"
-            seen += f" (`proposal/log_z_gap`), and {distinct:.1f} of {size} for a prompt were distinct"
-        elif size >= SAMPLES and alike is not None and alike < DISTINCT:
-            seen = f"are nearly all alike: {alike:.1f} of {size} for a prompt were distinct (`proposal/distinct`)"
-        else:
-            return
-        self._warned = True
-        weaker = "" if self._term.args.potential == "indicator" else ", bring `target_dist_beta` nearer to 0"
-        logger.warning(
-            f"The proposal has collapsed. Over the last {UPDATES} updates its samples {seen}. `proposal/ess` does not show this. "
-            f"Lower `proposal_learning_rate`{weaker}, or go back to an earlier checkpoint."
-        )
+        self.logs.mean("proposal/log_p_rank", rank_among(log_p, own, ranked)[known])

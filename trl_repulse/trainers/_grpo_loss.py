@@ -79,7 +79,7 @@ class GRPOLossTrainer(BaseTrainer):
         return {}
 
     def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
-        """Logs what GRPO says of vLLM's log-probabilities and of its corrections of them."""
+        """Logs how far vLLM's log-probabilities are from the trainer's, and TRL's corrections of them."""
         if "importance_sampling_ratio" not in batch:
             return
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
@@ -88,7 +88,7 @@ class GRPOLossTrainer(BaseTrainer):
         self._logs_of_run.engine_ratio(batch["importance_sampling_ratio"], mask)
 
     def _engine_ratios(self, units: Units) -> torch.Tensor:
-        """TRL's correction of what the engine drew otherwise than its model, for extra samples: (B, m, T) or (B, m, 1)."""
+        """TRL's importance ratios of extra samples, which correct for the engine's probabilities: (B, m, T) or (B, m, 1)."""
         extra = units.extra_samples
         assert extra.drawn_log_p is not None and extra.engine_log_p is not None
         ratio = engine_ratios(

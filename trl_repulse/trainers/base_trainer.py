@@ -49,7 +49,7 @@ from ..data._prompts import (
     warn_of_template,
 )
 from ..data._texts import check_added_tokens, completion_texts, joins
-from ..engine.diagnosis import AT_ONCE, UPDATES, diagnose
+from ..engine.diagnosis import BY_TRAINERS, UPDATES, diagnose
 from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
 from ..engine.records import (
@@ -458,7 +458,10 @@ class BaseTrainer(GRPOTrainer):
         return self._transform(samples.rewards) - self.beta * self._kl(samples, log_p)
 
     def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
-        """Logs returns, with and without transform, of samples with these rewards and KL terms (nats), and KL a token, by its `total`."""
+        """
+        Logs the return, with and without transform, from rewards and KL terms (nats) of samples, and the KL a token from its `total` and
+        the number of `tokens`.
+        """
         logs = self._logs_of_run
         if self.beta != 0.0:
             logs.token_mean("kl", total, tokens)
@@ -714,7 +717,7 @@ class BaseTrainer(GRPOTrainer):
             # Reads the whole log, and therefore ever less often
             self._next_look = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
             for finding in diagnose(self.state.log_history, vars(self.args)).findings:
-                if finding.symptom in AT_ONCE and finding.symptom not in self._told:
+                if finding.symptom in BY_TRAINERS and finding.symptom not in self._told:
                     logger.warning(str(finding))
                     self._told |= {finding.symptom}
 
@@ -727,8 +730,8 @@ class BaseTrainer(GRPOTrainer):
         engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
         if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
             raise ValueError(
-                f"`fp16=True` asks for what Accelerate does not do on {self.accelerator.device.type!r}: it would train in "
-                "float32. Set `fp16=False`, and `bf16=True` for half precision."
+                f"`fp16=True` is not supported by Accelerate on {self.accelerator.device.type!r}, where it would train in float32. Set "
+                "`fp16=False`, and `bf16=True` for half precision."
             )
         if self.args.use_transformers_continuous_batching and self.is_fsdp_enabled:
             raise ValueError(
@@ -772,7 +775,6 @@ class BaseTrainer(GRPOTrainer):
             if not resume_from_checkpoint and self.args.save_negatives:
                 set_negatives_aside(output_dir)
         self._has_begun |= not resume_from_checkpoint
-        self._logs_of_run.drop()  # of a run that failed
         with naming_a_full_disk(output_dir):
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             self.save_state()  # which `trl-repulse diagnose` reads
@@ -783,6 +785,9 @@ class BaseTrainer(GRPOTrainer):
         return result
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        self._logs_of_run.drop()  # of a run that failed
+        if self._negative is not None:
+            self._negative.drop()
         if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
             self.proposal.module.requires_grad_(False)
         _fsdp.start_scaler(self.accelerator)

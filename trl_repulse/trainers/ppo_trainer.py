@@ -188,17 +188,23 @@ class PPOTrainer(GRPOLossTrainer):
         """
         rewards, counted = batch["rewards"], batch["completion_mask"] * batch.get("tool_mask", 1)  # (B,) and (B, T)
         mask = counted * ~rewards.isnan().unsqueeze(1)
-        log_p = log_ref = torch.zeros_like(mask, dtype=torch.float32)
+        # Values and log-probabilities under the models at sampling time, (B, T) each
+        scored, size = _joined(batch), self.shape.micro_batch
+        module, kwargs = self.value.module, self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(module, kwargs):
+            values = self._values(module, *scored, size)
+        log_p: Any = torch.zeros_like(mask, dtype=torch.float32)
+        log_ref = log_p
         if self.beta != 0.0:
-            log_ref = batch["ref_per_token_logps"]
-            kept = batch.get("old_per_token_logps")
-            log_p = self._sampling_log_probs(batch) if kept is None else kept
+            log_p, log_ref = batch.get("old_per_token_logps"), batch["ref_per_token_logps"]
+        if log_p is None:
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, kwargs):
+                log_p = self._get_per_token_logps_and_entropies(self.model, *scored, batch_size=size)[0]
 
         # Token rewards: the KL penalty at each token, the reward at the last
         rows = (log_p, log_ref, self._transform(rewards), mask)
         of_policy, of_reference, aims, taken = (x.unsqueeze(1) for x in rows)
         token_rewards = kl_token_rewards(of_policy, of_reference, aims, self.beta, taken).squeeze(1)  # (B, T)
-        values = self._sampling_values(batch)
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
         )
@@ -217,21 +223,6 @@ class PPOTrainer(GRPOLossTrainer):
             "num_items_in_batch": self._sum_over_processes(mask.sum()),
             **({} if self.beta == 0.0 else {"sampling_log_p": log_p}),
         }
-
-    def _sampling_log_probs(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probabilities (B, T) under the policy that sampled, nats; needed for the KL penalty alone."""
-        input_ids, attention_mask, width = _joined(batch)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self._get_per_token_logps_and_entropies(
-                self.model, input_ids, attention_mask, width, batch_size=self.shape.micro_batch
-            )[0]
-
-    def _sampling_values(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """V(s_t) under the value model that is at hand at sampling time, shape (B, T), in chunks, without gradient."""
-        input_ids, attention_mask, width = _joined(batch)
-        module, size = self.value.module, self.shape.micro_batch
-        with torch.no_grad(), disable_gradient_checkpointing(module, self.args.gradient_checkpointing_kwargs):
-            return self._values(module, input_ids, attention_mask, width, size)
 
     def _values(
         self, model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, width: int, size: int | None = None

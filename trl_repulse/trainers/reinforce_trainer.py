@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from .._numbers import is_bad
 from ..configs import ReinforceConfig
 from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, repulse_loss
+from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, is_below, repulse_loss
 from ..method.constraint import Constraint
 from .base_trainer import BaseTrainer
 
@@ -133,18 +132,18 @@ class ReinforceTrainer(BaseTrainer):
         transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
         if self._charges_bad:
             assert self.constraint is not None  # whose multiplier is the charge
-            bad = is_bad(rewards, self.args.bad_reward_threshold)
+            bad = is_below(rewards, self.args.bad_reward_threshold)
             transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)
         return transformed
 
     def _observe(self, rewards: torch.Tensor) -> None:
-        """Lets the constraint, if there is one, see the policy's samples."""
-        if self.constraint is not None:
-            bad = is_bad(rewards, self.args.bad_reward_threshold).float()
+        """Passes the policy's samples to the constraint, unless there is none or the negative term does so."""
+        if self.constraint is not None and not (self._negative is not None and self._negative.observes_bad):
+            bad = is_below(rewards, self.args.bad_reward_threshold).float()
             self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
     def _tail(self, rewards: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Rewards whose mean is that of the worst among them, of each completion, `(U, n)`; logs it."""
+        """Rewards `(U, n)` whose mean is that of the worst share of the rewards (CVaR); logs it."""
         args, state, generations, accelerator = self.args, self.state, shape.generations, self.accelerator
         level = args.cvar_level  # in evaluation always the same
         if shape.training:
@@ -159,7 +158,7 @@ class ReinforceTrainer(BaseTrainer):
         # A share of less than one sample has no mean, as in an evaluation with one completion a prompt
         if level * generations >= 1:
             self._logs_of_run.mean("reward_cvar", tail)
-        self._metrics[shape.mode]["cvar_level"].append(level)
+        self._logs_of_run.metrics["cvar_level"].append(level)
         return tail
 
     def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:

@@ -92,10 +92,6 @@ class RePULSeTrainer(ReinforceTrainer):
         second = SecondModelArguments(proposal_model, proposal_peft_config)
         super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
-    def _observe(self, rewards: torch.Tensor) -> None:
-        if self._negative is None or not self._negative.observes_bad:
-            super()._observe(rewards)
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if self._negative is None:
             return super()._generate_and_score_completions(inputs)

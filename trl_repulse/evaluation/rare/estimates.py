@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from scipy.stats import gamma
 
-from ..._numbers import is_bad, plain
+from ..._numbers import plain
+from ...math.objective import is_below
 from ..tails import Estimate, check_share, clopper_pearson
 from .mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
 
@@ -263,7 +264,7 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     check_share("confidence", confidence)
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give the reward under which an output is bad.")
-    bad = is_bad(sample.rewards, threshold)
+    bad = is_below(sample.rewards, threshold)
     value, low, high, error, log_w = _probability(sample, bad, confidence)
     diagnostics = measure(sample, log_w.masked_fill(~bad, -torch.inf))
     own = bad[:, : sample.counts[0]]

@@ -18,8 +18,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..._numbers import is_bad
 from ...math.importance import TILTS, TokenEffects, deviations_of, reward_scale
+from ...math.objective import is_below
 from .._generation import Prompt
 from ..tails import check_share
 from .components import Component
@@ -143,7 +143,7 @@ def tail(sample: MixtureSample, threshold: float, depth_from: float | None = Non
     """What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` −
     r)₊. If too few effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if
     nothing was found."""
-    own = sample.log_w.exp() * is_bad(sample.rewards, threshold)
+    own = sample.log_w.exp() * is_below(sample.rewards, threshold)
     if depth_from is not None:
         own = own * (depth_from - sample.rewards).clamp(min=0)
     return widened(sample, own)
