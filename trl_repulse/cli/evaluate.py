@@ -8,11 +8,10 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import SHARED, add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
+from ._fields import SHARED, add_options, add_prompts, add_reward, named_prompts, parse_object
 
 
 SIZES = ("num_samples", "max_completion_length", "batch_size", "shard_size")
-FIGURES = (".png", ".pdf", ".svg")
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
 SETTINGS: dict[str, dict[str, Any]] = {
     "num_samples": {"type": int, "help": "completions of each prompt (16)"},
@@ -82,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
+    add_options(reading, "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
 
@@ -120,10 +120,6 @@ def _check(args: argparse.Namespace) -> None:
     from ..evaluation.report import estimates
     from ..evaluation.tails import check_sizes
 
-    check_output(args.output)
-    check_output(args.figure, "--figure")
-    if args.figure is not None and args.figure.suffix not in FIGURES:
-        raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
     if args.partial and (args.model is not None or args.card is not None):
         raise ValueError("`--partial` reads what there is so far; leave out `--model` and `--card`.")
     check_card(args.card, len(args.folders))
@@ -240,6 +236,13 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     return negative_log_probs(*loaded, args.negatives, **options)
 
 
+def write_log(path: Path, samples: dict[str, Any], thresholds: list[float]) -> None:
+    """Writes answers for Inspect's viewer, by the name of their model or attack, with P(bad) under the first threshold."""
+    from ..evaluation.inspect import write_inspect_log
+
+    write_inspect_log(path, samples, thresholds[0] if thresholds else None)
+
+
 def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
     """What the labels say, with their estimates added to those of the report."""
     from ..evaluation.audit import audit_judge
@@ -275,6 +278,8 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         folders = map(str, args.folders)
         columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
         plot_rewards(columns, args.figure, args.thresholds, args.column)
+    if args.inspect_log is not None:
+        write_log(args.inspect_log, {str(each.folder): each for each in samples}, args.thresholds)
     print(text)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))

@@ -8,7 +8,7 @@ from ..evaluation.gcg.results import format_report, read_results, success_curve,
 from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_export, add_options, check_output
+from ._fields import add_export, add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the files and the card that are asked for, prints the report and returns 0."""
     check_card(args.card)
-    check_output(args.output)
-    check_output(args.figure, "--figure")
-    check_output(args.export, "--export")
     header, records = read_results(args.results)
     summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
     if args.export is not None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .._numbers import is_bad, kl_per_completion
+from .comparison import Comparison
 from .tails import Estimate
 
 
@@ -156,6 +157,29 @@ def plot_rewards(
     panel.set_ylim(bottom=floor)
     _tidy(panel, label, "share of samples")
     figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=INK)
+    _save(figure, path)
+
+
+def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None:
+    """Draws P(r < η) of each model, and the differences to the first one with their paired intervals, a row for each η."""
+    first = comparisons[0]
+    names = [name for name in first.differences if name.startswith("P(")]
+    figure = Figure(figsize=(8.4, 1.0 + (0.6 + 0.3 * len(comparisons)) * max(len(names), 1)), layout="constrained")
+    panels = figure.subplots(len(names), 2, squeeze=False)
+    for (shares, changes), name in zip(panels, names, strict=True):
+        models = [first.names[0], *(each.names[1] for each in comparisons)]
+        found = [each.differences[name] for each in comparisons]
+        shares.barh(models, [found[0].first, *(each.second for each in found)], color=_COLOURS[1], height=0.5)
+        for model, each in zip(models[1:], found, strict=True):
+            changes.plot([each.low, each.high], [model, model], color=_COLOURS[0], linewidth=2.0)
+            changes.plot(each.value, model, "o", color=_COLOURS[0], markersize=5)
+        changes.axvline(0, color="#999999", linewidth=1.2, zorder=0)
+        _tidy(shares, name, "")
+        _tidy(changes, f"difference to {models[0]}, {100 * first.confidence:g} % interval", "")
+        for panel in (shares, changes):
+            panel.grid(axis="x", color=_FAINT, linewidth=0.8)
+            panel.margins(y=0.3)
+            panel.invert_yaxis()
     _save(figure, path)
 
 
