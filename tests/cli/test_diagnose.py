@@ -1,15 +1,20 @@
 """`trl-repulse diagnose`: each symptom in a log made for it, sound logs beside it, runs made to fail, and bad input."""
 
 import json
+import logging
 import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import TrainerState
 
 from trl_repulse.cli.main import main
+from trl_repulse.engine import logs
 from trl_repulse.engine.diagnosis import SYMPTOMS, diagnose, load_log
+from trl_repulse.engine.logs import Watch
 
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +83,7 @@ def seen(log, settings=SETTINGS):
         ("ess", LEARNED, {"proposal__ess": 1.05}, "`proposal/ess` is 1.05 of 8 samples"),
         ("nothing_bad", HOT, {"negative__p_bad": 0.0, "proposal__bad_fraction": 0.0}, "are 0 over updates 1 to 200"),
         ("finds_no_more", HOT, {"bad_fraction": 0.03, "proposal__bad_fraction": 0.02}, "is 0.02 and `bad_fraction` 0.03 on"),
+        ("finds_no_more", HOT, {"proposal__gain": lambda t: 3 - 2.3 * t}, "`proposal/gain` is 0.7"),
         ("rising_kl", LEARNED, {"kl": lambda t: 16 * t * t}, "nats per token while `reward` went from"),
         ("jumping_kl", LEARNED, {"kl": lambda t: min(8 * t, 0.5)}, "`kl` is 4.50 nats per completion at update 15, from 1.80 at"),
         ("falling_return", LEARNED, {"return": lambda t: 4 - 8 * (t - 0.5) ** 2}, "`return` fell from"),
@@ -348,3 +354,29 @@ def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 0
     assert "24 updates" in capsys.readouterr().out
     assert load_log(tmp_path)[2]["num_generations"] == 32
+
+
+def warnings_of(name, caplog, sent):
+    """Warnings of a recorded run whose metrics arrive log by log."""
+    columns, caplog.records[:], watch = FIXTURES[name]["columns"], [], Watch()
+    state = TrainerState(is_world_process_zero=True)
+    trackers = SimpleNamespace(alert=lambda *alert: sent.append(alert))
+    for row in zip(*columns.values(), strict=True):
+        entry = dict(zip(columns, row, strict=True))
+        state.global_step = entry["step"]
+        state.log_history.append(entry)
+        watch.look(state, FIXTURES[name]["settings"], trackers)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_trainer_warns_of_a_symptom_once_and_sends_one_alert(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
+    sent = []
+    warned = warnings_of("rising_kl", caplog, sent)
+    assert sum("KL rises without a gain" in message for message in warned) == 1
+    assert len(sent) == len(warned) and all("Remedy: " in message for message in warned)
+    ((title, text, step),) = (alert for alert in sent if alert[0].startswith("The KL rises"))
+    assert text in warned and step >= 100
+    assert warnings_of("sound", caplog, sent := []) == [] == sent
+    monkeypatch.setattr(logs, "PATIENCE", 1000)
+    assert warnings_of("rising_kl", caplog, sent) == []

@@ -7,10 +7,9 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine import diagnosis
+from trl_repulse.engine import diagnosis, logs
 from trl_repulse.math.importance import distinct_share, rank_among
 from trl_repulse.method import negative_term as _collapse
-from trl_repulse.trainers import base_trainer as _pooling
 
 from ..conftest import BAD
 
@@ -164,28 +163,28 @@ class Sharpen(TrainerCallback):
 )
 def test_a_policy_that_says_one_thing(make, caplog, monkeypatch, trainer_cls, is_narrow):
     """Every trainer logs its distinct completions, and warns once; of a policy that stays as it was it does not."""
-    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
     monkeypatch.setattr(diagnosis, "UPDATES", 2)
-    monkeypatch.setattr(_pooling.BaseTrainer, "_next_look", 2)
-    monkeypatch.setattr(_pooling, "UPDATES", 2)
+    monkeypatch.setattr(logs.Watch, "_next", 2)
+    monkeypatch.setattr(logs, "UPDATES", 2)
     extra = {"callbacks": [Sharpen(3)]} if is_narrow else {}
     trainer = make(trainer_cls, learning_rate=0.0, max_steps=9, extra=extra)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
+    logged = [log for log in trainer.state.log_history if "reward" in log]
     found = [record.message for record in caplog.records if "The policy has collapsed" in record.message]
     last = list(trainer._logs["completion"])[-16:]
     drawn = [last[i : i + 4] for i in range(0, 16, 4)]
-    assert logs[-1]["completions/distinct"] == pytest.approx(sum(len(set(texts)) for texts in drawn) / 16)
+    assert logged[-1]["completions/distinct"] == pytest.approx(sum(len(set(texts)) for texts in drawn) / 16)
     assert len(found) == is_narrow
     if is_narrow:
-        assert logs[0]["entropy"] > 1 and logs[-1]["entropy"] < 0.1
+        assert logged[0]["entropy"] > 1 and logged[-1]["entropy"] < 0.1
         assert "`entropy` fell from" in found[0] and "1.0 of a prompt's 4 completions are distinct" in found[0]
         assert "raise `beta` (now 0.0)" in found[0]
 
 
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeGRPOTrainer])
 def test_a_kl_that_jumps_is_said_at_once(make, caplog, monkeypatch, trainer_cls):
-    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
     extra = {"callbacks": [Sharpen(1)]}
     make(trainer_cls, learning_rate=0.0, beta=1e-3, max_steps=4, max_completion_length=4, extra=extra).train()
     (said,) = [record.message for record in caplog.records if "The KL jumps at the start" in record.message]

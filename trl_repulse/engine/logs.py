@@ -22,10 +22,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import is_trackio_available, is_wandb_available
+from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
+from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, diagnose
 from .trl_bridge import logged_apart, print_prompt_completions_sample
 
 
@@ -548,27 +550,110 @@ class Tables:
             for _ in range(min(rows, len(column))):
                 column.pop()
 
-    def show_extra(self) -> None:
-        """Prints the table of extra samples and logs it to wandb and trackio if the run reports to them, as TRL does with its own."""
-        logs, args, name = self.extra, self._args, "proposal_completions"
-        if not (self._logs.accelerator.is_main_process and args.log_completions) or not logs["prompt"]:
-            return
-        step = self._step()
-        if is_rich_available():
-            extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
-            shown = logs["prompt"], logs["completion"], logs["rewards"], None, step, args.num_completions_to_print
-            print_prompt_completions_sample(*shown, extra=extra)
-        columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
-        table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
-        if args.log_unique_prompts:
-            table = table[~table["prompt"].astype(str).duplicated()]
-        report_to = args.report_to or []
-        if "wandb" in report_to and is_wandb_available():
+    def show(self, trackers: "Trackers") -> None:
+        """Prints the table of extra samples, as TRL does with its own, and sends it with the worst of all samples to the trackers."""
+        step, names = self._step(), {"policy": self.own, "proposal": self.extra}
+        tables, worst = {}, []
+        for model, logs in names.items():
+            if not logs["prompt"]:
+                continue
+            rewards = logs["extra"].get("reward") or next(iter(logs["rewards"].values()))
+            rows = zip(rewards, map(_text, logs["prompt"]), map(_text, logs["completion"]), strict=True)
+            worst += [
+                (step, model, *texts, reward)
+                for reward, *texts in rows
+                if reward is not None and not math.isnan(reward)
+            ]
+        worst = sorted(worst, key=lambda row: row[-1])[:_WORST]
+        tables["worst_completions"] = pd.DataFrame(worst, columns=["step", "model", "prompt", "completion", "reward"])
+        if (logs := self.extra)["prompt"]:
+            if is_rich_available():
+                extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
+                shown = (logs["prompt"], logs["completion"], logs["rewards"], None, step)
+                print_prompt_completions_sample(*shown, self._args.num_completions_to_print, extra=extra)
+            columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
+            table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
+            if self._args.log_unique_prompts:
+                table = table[~table["prompt"].astype(str).duplicated()]
+            tables["proposal_completions"] = table
+        trackers.tables(tables, step)
+
+
+_WORST = 10  # rows of the table of the worst completions
+
+
+def _text(messages: Any) -> str:
+    """A prompt or a completion as text."""
+    if isinstance(messages, str):
+        return messages
+    return "\n\n".join(str(each.get("content") or "") for each in messages)
+
+
+class Trackers:
+    """wandb, trackio and TensorBoard, as far as a run reports to them. For the main process alone, except for [`reopen`]."""
+
+    def __init__(self, args: Any, callbacks: Sequence[Any]):
+        self._report_to, self._callbacks = args.report_to or [], callbacks
+
+    def _of(self, kind: type) -> Any:
+        """The Trainer's callback for a tracker."""
+        return next((each for each in self._callbacks if isinstance(each, kind)), None)
+
+    def _modules(self) -> Iterator[Any]:
+        if "wandb" in self._report_to and is_wandb_available():
             import wandb
 
             if wandb.run is not None:
-                wandb.log({name: wandb.Table(dataframe=table)})
-        if "trackio" in report_to and is_trackio_available():
+                yield wandb
+        if "trackio" in self._report_to and is_trackio_available():
             import trackio
 
-            trackio.log({name: trackio.Table(dataframe=table)})
+            yield trackio
+
+    def tables(self, tables: dict[str, pd.DataFrame], step: int) -> None:
+        """Sends tables by name; TensorBoard gets the worst completions alone, as a text."""
+        for module in self._modules():
+            module.log({name: module.Table(dataframe=table) for name, table in tables.items()})
+        rows = tables["worst_completions"][["model", "reward", "prompt", "completion"]].astype(str)
+        rows = rows.replace({r"\|": r"\\|", r"\n": "<br>"}, regex=True).values.tolist()
+        self._write("worst_completions", [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows], step)
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Sends an alert."""
+        for module in self._modules():
+            module.alert(title=title, text=text)
+        self._write("alert", [[title], ["---"], [text]], step)
+
+    def _write(self, name: str, rows: list[list[str]], step: int) -> None:
+        callback = self._of(TensorBoardCallback)
+        if callback is not None and callback.tb_writer is not None:
+            callback.tb_writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+
+    def reopen(self, args: Any, state: Any, model: nn.Module) -> None:
+        """Opens trackio's run, which ends with the training, for what is reported behind it or before."""
+        callback = self._of(TrackioCallback)
+        if callback is not None and not callback._initialized:
+            callback.setup(args, state, model)
+
+
+class Watch:
+    """Looks for symptoms in a run's log, and warns of each one once, here and at the trackers."""
+
+    _next = 1  # update from which the log is looked at again
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def look(self, state: Any, settings: dict[str, Any], trackers: Trackers) -> None:
+        """Looks at the log of a [`~transformers.TrainerState`]. Reads all of it, and therefore looks ever less often."""
+        step = state.global_step
+        if step < self._next:
+            return
+        self._next = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
+        for finding in diagnose(state.log_history, settings).findings:
+            early = step < PATIENCE and finding.symptom not in AT_ONCE
+            if finding.symptom not in self._told and not early:
+                self._told.add(finding.symptom)
+                logger.warning(str(finding))
+                if state.is_world_process_zero:
+                    trackers.alert(SYMPTOMS[finding.symptom].title, str(finding), step)
