@@ -376,7 +376,7 @@ def test_a_trainer_warns_of_a_symptom_once_and_sends_one_alert(caplog, monkeypat
     assert sum("KL rises without a gain" in message for message in warned) == 1
     assert len(sent) == len(warned) and all("Remedy: " in message for message in warned)
     ((title, text, step),) = (alert for alert in sent if alert[0].startswith("The KL rises"))
-    assert text in warned and step >= 100
+    assert any(text in message for message in warned) and step >= 100
     assert warnings_of("sound", caplog, sent := []) == [] == sent
     monkeypatch.setattr(logs, "PATIENCE", 1000)
     assert warnings_of("rising_kl", caplog, sent) == []
