@@ -52,7 +52,6 @@ def test_metrics_are_those_of_the_tail_report():
     for made, name, expected in (
         (integration.prob_bad(-1.5), "prob_bad", tails.prob_below(rewards, -1.5)),
         (integration.cvar(0.5), "cvar", tails.cvar(rewards, 0.5)),
-        (integration.worst_of(4), "worst_of", tails.worst_of(rewards, 4)),
     ):
         found = made(scores_of(rewards))
         assert found == {name: expected.value, f"{name}_low": expected.low, f"{name}_high": expected.high}
@@ -230,7 +229,9 @@ def test_answers_are_shown_worst_first_and_side_by_side(tmp_path, capsys):
         path = tmp_path / f"{command}.eval"
         assert main([command, *words, "--thresholds", "-2", "--inspect_log", str(path)]) == 0
         scores = inspect_ai.log.read_eval_log(str(path)).samples[0].scores
-        assert {name: each.value for name, each in scores.items()} == dict(zip(words, (-9.0, -7.0), strict=False))
+        assert {name: each.value for name, each in scores.items()} == dict(
+            zip(("before", "after")[: len(words)], (-9.0, -7.0), strict=False)
+        )
     assert main(["evaluate", str(path), "--thresholds", "-2"]) == 1
     assert "was written for `inspect view`" in capsys.readouterr().err
     assert main(["evaluate", folders[0], "--inspect_log", str(tmp_path / "a.json")]) == 1

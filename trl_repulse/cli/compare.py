@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
         plot_comparison(comparisons, args.figure)
     if args.inspect_log is not None:
-        write_log(args.inspect_log, {str(each.folder): each for each in samples}, args.thresholds)
+        write_log(args.inspect_log, samples, args.thresholds)
     of = max(each.header["prompts"].get("of", 0) for each in samples)
     prompts = f"the first {comparisons[0].prompts:,} of {of:,}" if of else f"{comparisons[0].prompts:,}"
     print(f"{prompts} prompts. Intervals are paired, for other prompts like these.")

@@ -236,10 +236,13 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     return negative_log_probs(*loaded, args.negatives, **options)
 
 
-def write_log(path: Path, samples: dict[str, Any], thresholds: list[float]) -> None:
-    """Writes answers for Inspect's viewer, by the name of their model or attack, with P(bad) under the first threshold."""
+def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
+    """Writes answers for Inspect's viewer, by the name of the folder or attack, with P(bad) under the first threshold."""
     from ..evaluation.inspect import write_inspect_log
 
+    if not isinstance(samples, dict):
+        short = {Path(each.folder).name: each for each in samples}
+        samples = short if len(short) == len(samples) else {str(each.folder): each for each in samples}
     write_inspect_log(path, samples, thresholds[0] if thresholds else None)
 
 
@@ -279,7 +282,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
         plot_rewards(columns, args.figure, args.thresholds, args.column)
     if args.inspect_log is not None:
-        write_log(args.inspect_log, {str(each.folder): each for each in samples}, args.thresholds)
+        write_log(args.inspect_log, samples, args.thresholds)
     print(text)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))

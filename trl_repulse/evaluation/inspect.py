@@ -56,30 +56,28 @@ _VIEWED = "worst answers"  # name of the task of logs that are written here
 _ELSEWHERE = ("max_connections", "max_retries", "timeout", "attempt_timeout", "seed", "adaptive_connections")
 
 
-def _rewards(scores: list[SampleScore], pooled: bool = True) -> np.ndarray:
-    """Rewards (P, N) of all epochs of all samples. Where epochs failed, all in one row if `pooled`, or as many of each sample."""
+def _rewards(scores: list[SampleScore]) -> np.ndarray:
+    """Rewards (P, N) of all epochs of all samples; all in one row where epochs failed."""
     rows: dict[Any, list[float]] = {}
     for each in scores:
         rows.setdefault(each.sample_id, []).append(each.score.as_float())
-    shortest = min(map(len, rows.values()))
-    if pooled and any(len(row) > shortest for row in rows.values()):
+    if len({len(row) for row in rows.values()}) > 1:
         return np.array([[value for row in rows.values() for value in row]])
-    return np.array([row[:shortest] for row in rows.values()])
+    return np.array(list(rows.values()))
 
 
-def _metric(
-    name: str, estimate: Callable[[np.ndarray], tails.Estimate], pooled: bool = True, least: int = 1
-) -> Metric:
-    """A metric of an estimate that needs so many samples of a prompt; refuses its arguments before anything is drawn."""
-    estimate(np.zeros((1, max(least, 1))))
+def _values(name: str, estimate: tails.Estimate) -> dict[str, float]:
+    """An estimate and the ends of its interval; one that the samples give no bound for is missing."""
+    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+
+
+def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metric:
+    """A metric of an estimate; refuses its arguments before anything is drawn."""
+    estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:
-        rewards = _rewards(scores, pooled)
-        if not pooled and least > rewards.shape[1]:
-            return {}
-        found = estimate(rewards)  # an end that the samples give no bound for is missing
-        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
-        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+        return _values(name, estimate(_rewards(scores)))
 
     return compute
 
@@ -94,12 +92,6 @@ def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
 def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
     """Mean of the lowest share `level` of the rewards with an interval, as [`~trl_repulse.evaluation.tails.cvar`]."""
     return _metric("cvar", lambda rewards: tails.cvar(rewards, level, confidence))
-
-
-@metric(scores="unreduced")
-def worst_of(k: int, confidence: float = 0.95) -> Metric:
-    """Mean lowest reward of `k` completions of a prompt, at most its epochs, with an interval, as [`~trl_repulse.evaluation.tails.worst_of`]."""
-    return _metric("worst_of", lambda rewards: tails.worst_of(rewards, k, confidence), pooled=False, least=k)
 
 
 @scorer(metrics=[cvar()])
@@ -267,13 +259,8 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
                 rows.setdefault((prompt, rank), {})[name] = answers[prompt * size + place]
         metrics[name] = {"mean": float(rewards.mean())}
         if threshold is not None:
-            metrics[name] |= prob_bad(threshold)(_scores(rewards))
+            metrics[name] |= _values("prob_bad", tails.prob_below(rewards, threshold))
     write_answers(path, list(rows.values()), metrics)
-
-
-def _scores(rewards: np.ndarray) -> list[SampleScore]:
-    """Rewards (P, N) as scores of Inspect."""
-    return [SampleScore(score=Score(value=x), sample_id=p) for p, row in enumerate(rewards.tolist()) for x in row]
 
 
 def write_answers(
