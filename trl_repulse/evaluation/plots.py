@@ -12,7 +12,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .._numbers import is_bad, kl_per_completion
 from .comparison import Comparison
-from .tails import Estimate
 
 
 MODELS = {  # label, colour, line style
@@ -180,34 +179,6 @@ def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None
             panel.grid(axis="x", color=_FAINT, linewidth=0.8)
             panel.margins(y=0.3)
             panel.invert_yaxis()
-    _save(figure, path)
-
-
-def plot_attack_success(
-    curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
-) -> None:
-    """Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
-    attack, against the threshold below which a response is bad; `thresholds` are marked."""
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    panel = figure.subplots()
-    ends = [score for points in curve.values() for score, _ in points]
-    margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
-    for (phase, points), (_, colour, style) in zip(curve.items(), MODELS.values(), strict=True):
-        if not points:
-            continue
-        x = [min(ends) - margin, *(score for score, _ in points), max(ends) + margin]
-        rates = [estimate for _, estimate in points]
-        value, low, high = ([getattr(rate, name) for rate in rates] for name in ("value", "low", "high"))
-        line = {"color": colour, "linestyle": style, "linewidth": 2.0, "where": "post", "label": phase}
-        panel.step(x, [0.0, *value, value[-1]], **line)
-        band = {"color": colour, "alpha": 0.15, "step": "post", "linewidth": 0}
-        panel.fill_between(x[1:], [*low, low[-1]], [*high, high[-1]], **band)
-    for threshold in thresholds:
-        panel.axvline(threshold, color=_FAINT, linewidth=1.2, zorder=0)
-    panel.set_ylim(-0.02, 1.02)
-    _tidy(panel, "threshold under which a response is bad", "attack success rate")
-    if ends:
-        panel.legend(frameon=False, fontsize=9, labelcolor=INK)
     _save(figure, path)
 
 
