@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from transformers import TrainerState
 
 from trl_repulse.cli.main import main
@@ -76,6 +77,7 @@ def seen(log, settings=SETTINGS):
         ("not_finite", LEARNED, {"entropy": lambda t: None if t == 1 else 2.0}, "`entropy` is not finite in 1 of 40"),
         ("not_finite", LEARNED, {"proposal__loss": lambda t: math.inf if t == 1 else 1.0}, "1 of 40 logs, from update 200 to 200"),
         ("constant_reward", LEARNED, {"reward_std": 0.0, "reward": -3.0, "return": -3.0}, "is 0 over updates 1 to 200"),
+        ("constant_reward", LEARNED, {"rewards__f__std": 0.0, "rewards__f__mean": 2.0, "rewards__g__std": 1.0}, "`rewards/f/std` is 0"),
         ("collapse", LEARNED, {"proposal__log_z_gap": lambda t: 5.0 if t > 0.5 else -5.0}, "5.0 nats on average over updates 101 to"),
         ("collapse", LEARNED, {"proposal__distinct": lambda t: 0.125 if t > 0.5 else 0.9}, "of a prompt's 8 samples are distinct"),
         ("turned_target", LEARNED, {"proposal__reward": lambda t: 1 - 10 * min(t, 0.9 - t)}, "has risen to"),
@@ -358,6 +360,7 @@ def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
 
 def warnings_of(name, caplog, sent):
     """Warnings of a recorded run whose metrics arrive log by log."""
+    PartialState()
     columns, caplog.records[:], watch = FIXTURES[name]["columns"], [], Watch()
     state = TrainerState(is_world_process_zero=True)
     trackers = SimpleNamespace(alert=lambda *alert: sent.append(alert))

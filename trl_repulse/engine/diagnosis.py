@@ -176,7 +176,7 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "jumping_kl", "narrow"  # symptoms that trainers warn of from the first update on
+AT_ONCE = "constant_reward", "jumping_kl", "narrow"  # symptoms that trainers warn of from the first update on
 PATIENCE = 100  # updates before trainers warn of the others, some of which are common early in a run
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
@@ -264,11 +264,14 @@ def _not_finite(log: RunLog) -> str | None:
 
 
 def _constant_reward(log: RunLog) -> str | None:
-    size = max((abs(value) for _, value in log.columns.get("reward", ())), default=0.0)
-    spans = log.spans("reward_std")
-    if any(span.mean > CONSTANT * max(size, 1.0) for span in spans):
-        return None
-    return f"`reward_std` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    functions = [name for name in log.columns if re.fullmatch("rewards/.+/std", name)]
+    for name in ("reward_std", *functions):
+        values = log.columns.get(name.replace("_std", "").replace("/std", "/mean"), ())
+        size = max((abs(value) for _, value in values), default=0.0)
+        spans = log.spans(name)
+        if all(span.mean <= CONSTANT * max(size, 1.0) for span in spans):
+            return f"`{name}` is {spans[-1].mean:.2g} over updates {spans[0].first} to {spans[-1].last}"
+    return None
 
 
 def _collapse(log: RunLog) -> str | None:
@@ -450,7 +453,8 @@ SYMPTOMS = {
         "A reward that does not vary",
         "the reward function gives all completions the same number, so that there is nothing to learn",
         (
-            "call the reward function on two completions that should differ, and look at its input with `log_completions=True`",
+            "call the reward function on two completions that should differ (of a conversation a completion is a list of messages, with the "
+            "text in `completion[0]['content']`), and look at its input with `log_completions=True`",
         ),
         _constant_reward,
     ),

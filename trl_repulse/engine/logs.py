@@ -167,7 +167,6 @@ def weighted(name: str, value: float, count: float) -> Pooled:
     return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))
 
 
-_CONSTANT = 10  # batches of equal rewards after which a function is warned of
 NEGATIVES = "negatives.jsonl"
 # Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
 PROPOSAL_FOLDER = "proposal"
@@ -221,8 +220,6 @@ class Logs:
         self.prefix = ""  # of the names of what waits
         self.loss_count = 0.0  # samples or tokens of all processes that the latest loss is a mean of
         self._evaluation: _Evaluation | None = None
-        # Of each reward function its first reward, for how many batches it was the only one (infinite if it is not), and samples
-        self._constant: dict[str, tuple[float, float, int]] = {}
         # Statistics by name, and what they are of: moments of values of this process, or a sum and a number of tokens
         self._waiting: list[tuple[dict[str, Callable[..., float]], list[Moments] | tuple[float, float]]] = []
 
@@ -368,7 +365,7 @@ class Logs:
         self, names: list[str], per_func: torch.Tensor, rewards: torch.Tensor, threshold: Callable[[], float | None]
     ) -> None:
         """
-        Records the rewards of all processes, and warns of a function whose rewards never change.
+        Records the rewards of all processes.
 
         Args:
             names (`list[str]`): Names of the F reward functions.
@@ -378,7 +375,6 @@ class Logs:
         """
         for name, column in zip(names, per_func.T, strict=True):
             self.record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
-            self._note_constant(name, column[~column.isnan()])
         self.record({"reward": mean, "reward_std": std}, Moments.of(rewards))
         self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
 
@@ -397,19 +393,6 @@ class Logs:
             statistics = {"mean": mean, "min": lowest, "max": highest}
             names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
             self.statistics(names, lengths[counted])
-
-    def _note_constant(self, name: str, rewards: torch.Tensor) -> None:
-        if not self._model.training or not len(rewards):
-            return
-        first, batches, count = self._constant.get(name, (rewards[0].item(), 0, 0))
-        batches = batches + 1 if (rewards == first).all() else math.inf
-        self._constant[name] = first, batches, count + len(rewards)
-        if batches == _CONSTANT:
-            logger.warning(
-                f"The reward function '{name}' gave all {count + len(rewards)} completions so far the reward {first:g}, from which nothing is "
-                "learned. See whether it reads what it should: of a conversation a completion is a list of messages, with the text in "
-                "`completion[0]['content']`."
-            )
 
     def weighing(
         self, count: float, samples: float = 0.0, of_samples: tuple[str, ...] = ()
