@@ -535,27 +535,23 @@ class Tables:
 
     def show(self, trackers: "Trackers") -> None:
         """Prints the table of extra samples, as TRL does with its own, and sends it with the worst of all samples to the trackers."""
-        step, names = self._step(), {"policy": self.own, "proposal": self.extra}
-        tables, worst = {}, []
-        for model, logs in names.items():
-            if not logs["prompt"]:
-                continue
-            rewards = logs["extra"].get("reward") or next(iter(logs["rewards"].values()))
-            rows = zip(rewards, map(_text, logs["prompt"]), map(_text, logs["completion"]), strict=True)
-            worst += [
-                (step, model, *texts, reward)
-                for reward, *texts in rows
-                if reward is not None and not math.isnan(reward)
-            ]
-        worst = sorted(worst, key=lambda row: row[-1])[:_WORST]
-        tables["worst_completions"] = pd.DataFrame(worst, columns=["step", "model", "prompt", "completion", "reward"])
+        step, tables, worst = self._step(), {}, []
+        for model, logs in (("policy", self.own), ("proposal", self.extra)):
+            known: list[Any] = logs["extra"].get("reward") or next(iter(logs["rewards"].values()), [])
+            for reward, *texts in zip(known, logs["prompt"], logs["completion"], strict=bool(known)):
+                if reward is not None and not math.isnan(reward):
+                    worst.append((step, model, *map(_text, texts), reward))
+        if worst:
+            lowest_first = sorted(worst, key=lambda row: row[-1])[:_WORST]
+            columns = ["step", "model", "prompt", "completion", "reward"]
+            tables["worst_completions"] = pd.DataFrame(lowest_first, columns=columns)
         if (logs := self.extra)["prompt"]:
             if is_rich_available():
                 extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
                 shown = (logs["prompt"], logs["completion"], logs["rewards"], None, step)
                 print_prompt_completions_sample(*shown, self._args.num_completions_to_print, extra=extra)
-            columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
-            table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
+            both = {"prompt": logs["prompt"], "completion": logs["completion"]}
+            table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **both, **logs["rewards"], **logs["extra"]})
             if self._args.log_unique_prompts:
                 table = table[~table["prompt"].astype(str).duplicated()]
             tables["proposal_completions"] = table
@@ -595,8 +591,10 @@ class Trackers:
 
     def tables(self, tables: dict[str, pd.DataFrame], step: int) -> None:
         """Sends tables by name; TensorBoard gets the worst completions alone, as a text."""
-        for module in self._modules():
+        for module in self._modules() if tables else ():
             module.log({name: module.Table(dataframe=table) for name, table in tables.items()})
+        if "worst_completions" not in tables:
+            return
         rows = tables["worst_completions"][["model", "reward", "prompt", "completion"]].astype(str)
         rows = rows.replace({r"\|": r"\\|", r"\n": "<br>"}, regex=True).values.tolist()
         self._write("worst_completions", [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows], step)
