@@ -18,7 +18,7 @@ class Alarm(TrainerCallback):
     """Sends an alert after each update."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        Trackers(args, trainer.callback_handler.callbacks).alert("The KL jumps", "from 0 to 9", state.global_step)
+        Trackers(args, trainer.callback_handler).alert("The KL jumps", "from 0 to 9", state.global_step)
 
 
 args = RePULSeConfig(

@@ -119,8 +119,13 @@ def test_tensorboard(run):
     assert set(events.Tags()["scalars"]) >= WANTED
     assert [event.step for event in events.Scalars("train/proposal/ess")] == [1, 2]
     assert [event.step for event in events.Scalars("eval/reward")] == [2, 2]  # also behind the training
-    texts = {tag.removesuffix("/text_summary"): events.Tensors(tag) for tag in events.Tags()["tensors"]}
-    (worst, *_), (alert, *_) = (texts[name][0].tensor_proto.string_val for name in ("worst_completions", "alert"))
+    private = EventAccumulator(str(run[0] / "out" / "completions"))  # never uploaded
+    private.Reload()
+    assert "worst_completions/text_summary" not in events.Tags()["tensors"]
+    worst, alert = (
+        found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0]
+        for found, name in ((private, "worst_completions"), (events, "alert"))
+    )
     assert "| The KL jumps |" in alert.decode() and "| from 0 to 9 |" in alert.decode()
     header, _, *rows = worst.decode().splitlines()
     assert header == "| model | reward | prompt | completion |" and len(rows) == 10

@@ -571,12 +571,13 @@ def _text(messages: Any) -> str:
 class Trackers:
     """wandb, trackio and TensorBoard, as far as a run reports to them. For the main process alone, except for [`reopen`]."""
 
-    def __init__(self, args: Any, callbacks: Sequence[Any]):
-        self._report_to, self._callbacks = args.report_to or [], callbacks
+    def __init__(self, args: Any, handler: Any):
+        self._args, self._report_to, self._handler = args, args.report_to or [], handler
+        self._completions: Any = None  # TensorBoard's writer of completions
 
     def _of(self, kind: type) -> Any:
         """The Trainer's callback for a tracker."""
-        return next((each for each in self._callbacks if isinstance(each, kind)), None)
+        return next((each for each in self._handler.callbacks if isinstance(each, kind)), None)
 
     def _modules(self) -> Iterator[Any]:
         if "wandb" in self._report_to and is_wandb_available():
@@ -593,28 +594,39 @@ class Trackers:
         """Sends tables by name; TensorBoard gets the worst completions alone, as a text."""
         for module in self._modules() if tables else ():
             module.log({name: module.Table(dataframe=table) for name, table in tables.items()})
-        if "worst_completions" not in tables:
+        writer = getattr(self._of(TensorBoardCallback), "tb_writer", None)
+        if writer is None or "worst_completions" not in tables:
             return
+        # Not among the metrics, which are uploaded with `output_dir`; tables of completions are not
+        self._completions = self._completions or type(writer)(str(Path(self._args.output_dir) / "completions"))
         rows = tables["worst_completions"][["model", "reward", "prompt", "completion"]].astype(str)
         rows = rows.replace({r"\|": r"\\|", r"\n": "<br>"}, regex=True).values.tolist()
-        self._write("worst_completions", [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows], step)
+        _write(
+            self._completions,
+            "worst_completions",
+            [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows],
+            step,
+        )
 
     def alert(self, title: str, text: str, step: int) -> None:
         """Sends an alert."""
         for module in self._modules():
             module.alert(title=title, text=text)
-        self._write("alert", [[title], ["---"], [text]], step)
+        writer = getattr(self._of(TensorBoardCallback), "tb_writer", None)
+        if writer is not None:
+            _write(writer, "alert", [[title], ["---"], [text]], step)
 
-    def _write(self, name: str, rows: list[list[str]], step: int) -> None:
-        callback = self._of(TensorBoardCallback)
-        if callback is not None and callback.tb_writer is not None:
-            callback.tb_writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
-
-    def reopen(self, args: Any, state: Any, model: nn.Module) -> None:
+    def reopen(self, state: Any, model: nn.Module) -> None:
         """Opens trackio's run, which ends with the training, for what is reported behind it or before."""
         callback = self._of(TrackioCallback)
         if callback is not None and not callback._initialized:
-            callback.setup(args, state, model)
+            callback.setup(self._args, state, model)
+
+
+def _write(writer: Any, name: str, rows: list[list[str]], step: int) -> None:
+    """Writes a table as a text of TensorBoard's."""
+    writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+    writer.flush()
 
 
 class Watch:

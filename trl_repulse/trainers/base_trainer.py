@@ -336,7 +336,7 @@ class BaseTrainer(GRPOTrainer):
     def _build_services(self) -> None:
         """Makes what steps are made of, once TRL has built the trainer: logs, drawing, scoring."""
         self._logs_of_run = Logs(self.accelerator, self._metrics, self.model)
-        self._watch = Watch()
+        self._watch, self._trackers = Watch(), Trackers(self.args, self.callback_handler)
         self._tables = Tables(
             self._logs_of_run,
             self.args,
@@ -692,7 +692,7 @@ class BaseTrainer(GRPOTrainer):
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         check_eval_batch(self.args)
         if not self.is_in_train:
-            Trackers(self.args, self.callback_handler.callbacks).reopen(self.args, self.state, self.model)
+            self._trackers.reopen(self.state, self.model)
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
         self._logs_of_run.drop()
@@ -719,11 +719,10 @@ class BaseTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
-        trackers = Trackers(self.args, self.callback_handler.callbacks)
         if self.accelerator.is_main_process and self.args.log_completions:
-            self._tables.show(trackers)
+            self._tables.show(self._trackers)
         if self.model.training:
-            self._watch.look(self.state, vars(self.args), trackers)
+            self._watch.look(self.state, vars(self.args), self._trackers)
 
     # Several processes
 
