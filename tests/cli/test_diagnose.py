@@ -361,14 +361,15 @@ def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
 def warnings_of(name, caplog, sent):
     """Warnings of a recorded run whose metrics arrive log by log."""
     PartialState()
-    columns, caplog.records[:], watch = FIXTURES[name]["columns"], [], Watch()
+    columns, caplog.records[:] = FIXTURES[name]["columns"], []
     state = TrainerState(is_world_process_zero=True)
-    trackers = SimpleNamespace(alert=lambda *alert: sent.append(alert))
+    watch = Watch(SimpleNamespace(report_to=[], **FIXTURES[name]["settings"]), None)
+    watch.trackers = SimpleNamespace(alert=lambda *alert: sent.append(alert))
     for row in zip(*columns.values(), strict=True):
         entry = dict(zip(columns, row, strict=True))
         state.global_step = entry["step"]
         state.log_history.append(entry)
-        watch.look(state, FIXTURES[name]["settings"], trackers)
+        watch.look(state)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -634,19 +634,20 @@ class Watch:
 
     _next = 1  # update from which the log is looked at again
 
-    def __init__(self) -> None:
+    def __init__(self, args: Any, handler: Any):
+        self.trackers, self._args = Trackers(args, handler), args
         self._told: set[str] = set()
 
-    def look(self, state: Any, settings: dict[str, Any], trackers: Trackers) -> None:
+    def look(self, state: Any) -> None:
         """Looks at the log of a [`~transformers.TrainerState`]. Reads all of it, and therefore looks ever less often."""
         step = state.global_step
         if step < self._next:
             return
         self._next = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
-        for finding in diagnose(state.log_history, settings).findings:
+        for finding in diagnose(state.log_history, vars(self._args)).findings:
             early = step < PATIENCE and finding.symptom not in AT_ONCE
             if finding.symptom not in self._told and not early:
                 self._told.add(finding.symptom)
                 logger.warning(str(finding))
                 if state.is_world_process_zero:
-                    trackers.alert(SYMPTOMS[finding.symptom].title, str(finding), step)
+                    self.trackers.alert(SYMPTOMS[finding.symptom].title, str(finding), step)

@@ -49,19 +49,7 @@ from ..data._prompts import (
     warn_of_template,
 )
 from ..data._texts import check_added_tokens, completion_texts, joins
-from ..engine.logs import (
-    NEGATIVES,
-    Logs,
-    Moments,
-    Pooled,
-    Tables,
-    Trackers,
-    Watch,
-    drop_batch_means,
-    mean,
-    pool,
-    pool_all,
-)
+from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, Watch, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
 from ..engine.records import (
     EARLIER_NEGATIVES,
@@ -336,7 +324,7 @@ class BaseTrainer(GRPOTrainer):
     def _build_services(self) -> None:
         """Makes what steps are made of, once TRL has built the trainer: logs, drawing, scoring."""
         self._logs_of_run = Logs(self.accelerator, self._metrics, self.model)
-        self._watch, self._trackers = Watch(), Trackers(self.args, self.callback_handler)
+        self._watch = Watch(self.args, self.callback_handler)
         self._tables = Tables(
             self._logs_of_run,
             self.args,
@@ -692,7 +680,7 @@ class BaseTrainer(GRPOTrainer):
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         check_eval_batch(self.args)
         if not self.is_in_train:
-            self._trackers.reopen(self.state, self.model)
+            self._watch.trackers.reopen(self.state, self.model)
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
         self._logs_of_run.drop()
@@ -720,9 +708,9 @@ class BaseTrainer(GRPOTrainer):
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
         if self.accelerator.is_main_process and self.args.log_completions:
-            self._tables.show(self._trackers)
+            self._tables.show(self._watch.trackers)
         if self.model.training:
-            self._watch.look(self.state, vars(self.args), self._trackers)
+            self._watch.look(self.state)
 
     # Several processes
 
