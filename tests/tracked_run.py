@@ -7,14 +7,25 @@ In a process of its own: trackers read their environment once, and keep services
 import json
 import sys
 
+from transformers import TrainerCallback
+
 from trl_repulse import RePULSeConfig, RePULSeTrainer
 from trl_repulse.embedded import load_prompts, policy_path, reward_model_path
+from trl_repulse.engine.logs import Trackers
+
+
+class Alarm(TrainerCallback):
+    """Sends an alert after each update."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        Trackers(args, trainer.callback_handler).alert("The KL jumps", "from 0 to 9", state.global_step)
 
 
 args = RePULSeConfig(
     output_dir=sys.argv[1],
     report_to=sys.argv[2:],
     project="rare",
+    run_name="first",
     proposal="learned",
     log_completions=True,
     num_completions_to_print=1,
@@ -33,7 +44,9 @@ args = RePULSeConfig(
 )
 prompts = load_prompts()
 trainer = RePULSeTrainer(policy_path(), reward_model_path(), args, prompts, eval_dataset=prompts)
+trainer.add_callback(Alarm())
 trainer.train()
+trainer.evaluate()
 if "wandb" in sys.argv:
     import wandb
 

@@ -1,15 +1,21 @@
 """`trl-repulse diagnose`: each symptom in a log made for it, sound logs beside it, runs made to fail, and bad input."""
 
 import json
+import logging
 import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
+from transformers import TrainerState
 
 from trl_repulse.cli.main import main
+from trl_repulse.engine import logs
 from trl_repulse.engine.diagnosis import SYMPTOMS, diagnose, load_log
+from trl_repulse.engine.logs import Watch
 
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +77,7 @@ def seen(log, settings=SETTINGS):
         ("not_finite", LEARNED, {"entropy": lambda t: None if t == 1 else 2.0}, "`entropy` is not finite in 1 of 40"),
         ("not_finite", LEARNED, {"proposal__loss": lambda t: math.inf if t == 1 else 1.0}, "1 of 40 logs, from update 200 to 200"),
         ("constant_reward", LEARNED, {"reward_std": 0.0, "reward": -3.0, "return": -3.0}, "is 0 over updates 1 to 200"),
+        ("constant_reward", LEARNED, {"rewards__f__std": 0.0, "rewards__f__mean": 2.0, "rewards__g__std": 1.0}, "`rewards/f/std` is 0"),
         ("collapse", LEARNED, {"proposal__log_z_gap": lambda t: 5.0 if t > 0.5 else -5.0}, "5.0 nats on average over updates 101 to"),
         ("collapse", LEARNED, {"proposal__distinct": lambda t: 0.125 if t > 0.5 else 0.9}, "of a prompt's 8 samples are distinct"),
         ("turned_target", LEARNED, {"proposal__reward": lambda t: 1 - 10 * min(t, 0.9 - t)}, "has risen to"),
@@ -78,6 +85,7 @@ def seen(log, settings=SETTINGS):
         ("ess", LEARNED, {"proposal__ess": 1.05}, "`proposal/ess` is 1.05 of 8 samples"),
         ("nothing_bad", HOT, {"negative__p_bad": 0.0, "proposal__bad_fraction": 0.0}, "are 0 over updates 1 to 200"),
         ("finds_no_more", HOT, {"bad_fraction": 0.03, "proposal__bad_fraction": 0.02}, "is 0.02 and `bad_fraction` 0.03 on"),
+        ("finds_no_more", HOT, {"proposal__gain": lambda t: 3 - 2.3 * t}, "`proposal/gain` is 0.7"),
         ("rising_kl", LEARNED, {"kl": lambda t: 16 * t * t}, "nats per token while `reward` went from"),
         ("jumping_kl", LEARNED, {"kl": lambda t: min(8 * t, 0.5)}, "`kl` is 4.50 nats per completion at update 15, from 1.80 at"),
         ("falling_return", LEARNED, {"return": lambda t: 4 - 8 * (t - 0.5) ** 2}, "`return` fell from"),
@@ -348,3 +356,31 @@ def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 0
     assert "24 updates" in capsys.readouterr().out
     assert load_log(tmp_path)[2]["num_generations"] == 32
+
+
+def warnings_of(name, caplog, sent):
+    """Warnings of a recorded run whose metrics arrive log by log."""
+    PartialState()
+    columns, caplog.records[:] = FIXTURES[name]["columns"], []
+    state = TrainerState(is_world_process_zero=True)
+    watch = Watch(SimpleNamespace(report_to=[], **FIXTURES[name]["settings"]), None)
+    watch.trackers = SimpleNamespace(alert=lambda *alert: sent.append(alert))
+    for row in zip(*columns.values(), strict=True):
+        entry = dict(zip(columns, row, strict=True))
+        state.global_step = entry["step"]
+        state.log_history.append(entry)
+        watch.look(state)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_trainer_warns_of_a_symptom_once_and_sends_one_alert(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
+    sent = []
+    warned = warnings_of("rising_kl", caplog, sent)
+    assert sum("KL rises without a gain" in message for message in warned) == 1
+    assert len(sent) == len(warned) and all("Remedy: " in message for message in warned)
+    ((title, text, step),) = (alert for alert in sent if alert[0].startswith("The KL rises"))
+    assert any(text in message for message in warned) and step >= 100
+    assert warnings_of("sound", caplog, sent := []) == [] == sent
+    monkeypatch.setattr(logs, "PATIENCE", 1000)
+    assert warnings_of("rising_kl", caplog, sent) == []

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from examples.worlds import two_tokens
 from examples.worlds.exact import ExactEvaluator
@@ -201,6 +202,31 @@ def test_a_run_ends_with_p_bad_on_unseen_prompts(tmp_path, capsys):
     for text in (printed, card):
         assert all(name in text for name in ("initial policy", "REINFORCE", "95% interval", "stored results"))
     assert "trl-repulse diagnose" in printed and "eval_p_bad" in card
+
+
+def test_a_models_p_bad_before_and_after_is_printed_and_on_the_card(tmp_path, capsys, hub, monkeypatch):
+    """As measured, with intervals that the Hub's own reader finds."""
+    logged, log = [], Trainer.log
+    monkeypatch.setattr(Trainer, "log", lambda self, logs, *args: (logged.append(logs), log(self, logs, *args))[1])
+    (tmp_path / "few.jsonl").write_text("".join(Path(embedded.prompts_path("unseen")).open().readlines()[:3]))
+    flags = ["--max_steps", "1", "--eval_dataset_name", str(tmp_path / "few.jsonl"), "--num_final_samples", "4"]
+    flags += ["--model_name_or_path", embedded.policy_path(), "--reward_model_path", embedded.reward_model_path()]
+    flags += ["--dataset_name", str(tmp_path / "few.jsonl"), "--bad_reward_threshold", "0", "--bf16", "false"]
+    flags += ["--push_to_hub", "true", "--hub_model_id", "me/out", "--hub_token", "t"]
+    train("repulse", [*flags, "--max_completion_length", "6", "--output_dir", str(tmp_path / "out")])
+    card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
+    found = {each.metric_type: each for each in card.data.eval_results}
+    for name in ("eval_p_bad", "initial_p_bad"):
+        args = found[name].metric_args
+        assert 0 <= args["low"] <= found[name].metric_value <= args["high"] and args["confidence"] == 0.95
+        assert f"{name}_low" not in found
+    metrics = json.loads((tmp_path / "out" / "results.json").read_text())["metrics"]
+    assert found["eval_p_bad"].metric_value == metrics["eval_p_bad"]
+    assert metrics["eval_p_bad"] in [logs.get("eval_p_bad") for logs in logged]  # as trackers have it
+    for text in (capsys.readouterr().out, card.text):
+        assert "initial policy" in text and "stored results" not in text
+    for said in ("- Rewards: `reward_model`", "- Base model: `policy`", 'model="me/out"'):
+        assert said in card.text
 
 
 def test_stored_results_are_those_of_prompts_that_are_not_trained_on():

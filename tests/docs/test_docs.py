@@ -220,3 +220,11 @@ def test_metrics_are_documented():
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=name_of)
 def test_files_stay_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 900
+
+
+def test_pages_stay_short():
+    """In words, as `wc -w` counts them."""
+    words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in sorted(ROOT.glob("docs/*.md"))}
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 800
+    assert sum(words.values()) <= 30_000
+    assert not {name: count for name, count in words.items() if count > 1_400}

@@ -44,6 +44,7 @@ NOT_READ = {
     "mkdocs build": "CI runs it",
     "tensorboard": "serves until it is stopped",
     "inspect eval": "a tool of others, whose task tests/evaluation/test_inspect.py runs",
+    "inspect view": "serves until it is stopped",
     "trl-repulse evaluate logs/tail.eval": "reads what that tool wrote",
     "lm_eval": "a tool of others, which downloads its tasks",
     "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 4 train.py": "a script of the user",

@@ -82,7 +82,7 @@ def test_names(make, prompts, trainer_cls, settings, sampled, updated):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Folder of a run that reported to the trackers at hand, and what it printed last."""
+    """Folder of a run that reported to the trackers at hand, and what wandb has, as JSON."""
     folder = tmp_path_factory.mktemp("tracked")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -99,7 +99,7 @@ def run(tmp_path_factory):
     command = [sys.executable, str(ROOT / "tests" / "tracked_run.py"), str(folder / "out"), *trackers]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return folder, done.stdout.strip().splitlines()[-1]
+    return folder, next((line for line in done.stdout.splitlines() if line.startswith('{"')), "")
 
 
 WANTED = {
@@ -118,6 +118,20 @@ def test_tensorboard(run):
     events.Reload()
     assert set(events.Tags()["scalars"]) >= WANTED
     assert [event.step for event in events.Scalars("train/proposal/ess")] == [1, 2]
+    assert [event.step for event in events.Scalars("eval/reward")] == [2, 2]  # also behind the training
+    private = EventAccumulator(str(run[0] / "out" / "completions"))  # never uploaded
+    private.Reload()
+    assert "worst_completions/text_summary" not in events.Tags()["tensors"]
+    worst, alert = (
+        found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0]
+        for found, name in ((private, "worst_completions"), (events, "alert"))
+    )
+    assert "| The KL jumps |" in alert.decode() and "| from 0 to 9 |" in alert.decode()
+    header, _, *rows = worst.decode().splitlines()
+    assert header == "| model | reward | prompt | completion |" and len(rows) == 10
+    assert [row for row in rows if row.startswith("| proposal | ")]
+    rewards = [float(row.split(" | ")[1]) for row in rows]
+    assert rewards == sorted(rewards)
 
 
 def test_wandb(run):
@@ -126,11 +140,13 @@ def test_wandb(run):
     assert set(summary) >= WANTED
     tables = {
         name: [json.loads(path.read_text("utf-8")) for path in run[0].glob(f"wandb/*/files/media/table/{name}_*")]
-        for name in ("completions", "proposal_completions")
+        for name in ("completions", "proposal_completions", "worst_completions")
     }
     columns = ["step", "prompt", "completion", "reward_model"]
     assert tables["completions"][0]["columns"] == [*columns, "advantage"]
     assert tables["proposal_completions"][0]["columns"] == columns
+    assert tables["worst_completions"][0]["columns"] == ["step", "model", "prompt", "completion", "reward"]
+    assert [row[1] for row in tables.pop("worst_completions")[0]["data"]].count("proposal") > 0
     for versions in tables.values():
         assert {1, 2} == {row[0] for table in versions for row in table["data"]}
         assert all(row[2].strip() for table in versions for row in table["data"])
@@ -147,3 +163,11 @@ def test_trackio(run):
     assert {"step", "prompt", "completion", "reward_model", "advantage"} == set(policy[0][0])
     assert {"step", "prompt", "completion", "reward_model"} == set(proposal[0][0])
     assert policy[0][0]["prompt"] == proposal[0][0]["prompt"]
+    worst = next(row["worst_completions"]["_value"] for row in rows if "worst_completions" in row)
+    assert [row["reward"] for row in worst] == sorted(row["reward"] for row in worst) and len(worst) == 10
+    assert sum("eval/reward" in row for row in rows) == 2  # also behind the training, in the same run
+    with sqlite3.connect(run[0] / "trackio" / "rare.db") as connection:
+        alerts = [*connection.execute("SELECT title, text FROM alerts")]
+        (names,) = (connection.execute("SELECT COUNT(DISTINCT run_name) FROM metrics").fetchone(),)
+    assert alerts == [("The KL jumps", "from 0 to 9")] * 2
+    assert names[0] == 1

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation import records
+from trl_repulse.evaluation import plots, records
 from trl_repulse.evaluation.comparison import COMPLETED, compare_samples, paired_interval
 from trl_repulse.evaluation.records import SampleSet
 
@@ -123,7 +123,9 @@ def test_the_command_compares_each_folder_with_the_first(tmp_path, monkeypatch, 
         write_samples(tmp_path / name, values + shift, name, completions=texts, seed=number)
     Path("repulse.yaml").write_text("bad_reward_threshold: -1\nmax_steps: 3\noutput_dir: out\n")
     flags = ["--config", "repulse.yaml", "--output", "new/report.json"]
-    assert main(["compare", "before", "after", "later", *flags]) == 0
+    for figure, begin in (("figures/bad.svg", b"<?xml"), ("figures/bad.png", b"\x89PNG")):
+        assert main(["compare", "before", "after", "later", *flags, "--figure", figure]) == 0
+        assert Path(figure).read_bytes().startswith(begin)
     out = capsys.readouterr().out
     assert "20 prompts. Intervals are paired" in out
     assert "| quantity | before | after | difference | 95 % interval |" in out
@@ -187,3 +189,21 @@ def test_other_rewards_and_references_are_refused_and_other_numbers_are_not():
     assert found.differences["P(r < -1)"].high > 0
     with pytest.raises(ValueError, match="no finite `reward`"):
         compare_samples([one, made("b", np.full((2, 3), np.nan), reference="r")], [0])
+
+
+def test_the_figure_has_the_shares_and_the_paired_intervals(tmp_path, monkeypatch):
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(30, 8))
+    found = compare_samples([made("a", values), made("b", values + 0.5), made("c", values + 1)], [-1.0, 0.0])
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    plots.plot_comparison(found, tmp_path / "x.png")
+    panels = np.reshape(drawn[0].axes, (2, 2))
+    for (shares, changes), name in zip(panels, ("P(r < -1)", "P(r < 0)"), strict=True):
+        differences = [each.differences[name] for each in found]
+        assert [bar.get_width() for bar in shares.patches] == [
+            differences[0].first,
+            *(it.second for it in differences),
+        ]
+        assert [[*line.get_xdata()] for line in changes.lines[:4:2]] == [[it.low, it.high] for it in differences]
+        assert shares.get_xlabel() == name and changes.get_xlabel() == "difference to a, 95 % interval"

@@ -2,21 +2,17 @@
 
 import asyncio
 import functools
-import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation.callback import (
     BeforeAfterCallback,
-    DiagnosisCallback,
     TailReportCallback,
     draw_completions,
 )
@@ -228,36 +224,3 @@ def test_rewards_that_draw_random_numbers_leave_those_of_training_as_they_are(ma
     table.on_train_begin(trainer.args, trainer.state, trainer.control)
     assert len({value for _, value in table._before}) > 1
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-
-
-RUNS = json.loads((Path(__file__).parents[1] / "failing_runs.json").read_text(encoding="utf-8"))
-
-
-def warnings_of(name, tmp_path, caplog, **options):
-    """Warnings of a recorded run whose metrics arrive log by log."""
-    columns = RUNS[name]["columns"]
-    args, state, callback = TrainingArguments(tmp_path), TrainerState(), DiagnosisCallback(**options)
-    args.to_dict = lambda: RUNS[name]["settings"]
-    caplog.clear()
-    for row in zip(*columns.values(), strict=True):
-        entry = dict(zip(columns, row, strict=True))
-        state.global_step = entry["step"]
-        state.log_history.append(entry)
-        callback.on_log(args, state, TrainerControl())
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_a_symptom_is_warned_of_once(tmp_path, caplog):
-    found = warnings_of("rising_kl", tmp_path, caplog)
-    assert sum("KL rises without a gain" in message for message in found) == 1
-    assert all("Update " in message and "Remedy: " in message for message in found)
-
-
-def test_a_sound_run_is_not_warned_of(tmp_path, caplog):
-    assert warnings_of("sound", tmp_path, caplog) == []
-
-
-def test_not_before_its_time(tmp_path, caplog):
-    assert warnings_of("rising_kl", tmp_path, caplog, after=1000) == []
-    with pytest.raises(ValueError, match="`after=0`"):
-        DiagnosisCallback(after=0)

@@ -5,7 +5,6 @@ import pytest
 
 from trl_repulse.evaluation.comparison import paired_interval
 from trl_repulse.evaluation.gcg import format_report, summarize
-from trl_repulse.evaluation.gcg.results import success_curve
 from trl_repulse.evaluation.tails import clopper_pearson, success_at
 
 
@@ -63,11 +62,3 @@ def test_a_tail_of_equal_scores_is_bounded_above_alone():
     records = [result(row, [0.0] * 10, [float(x) for x in range(10)]) for row in range(1, 121)]
     text = format_report(summarize(header(120), records, [0.5]))
     assert "0 (at most 0)" in text.splitlines()[-1]
-
-
-def test_curve():
-    records = [result(1, [1.0, 2.0], [-5.0, 2.0]), result(2, [1.0, 4.0], [-5.0, -6.0])]
-    curve = success_curve(records)
-    assert [(score, rate.value) for score, rate in curve["before"]] == [(1.0, 1.0)]
-    assert [(score, rate.value) for score, rate in curve["after"]] == [(-6.0, 0.5), (-5.0, 1.0)]
-    assert all(rate.low <= rate.value <= rate.high for points in curve.values() for _, rate in points)

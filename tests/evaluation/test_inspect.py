@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet  # noqa: F401
 import pytest
 
 from trl_repulse import embedded
@@ -13,6 +15,8 @@ from trl_repulse.cli.main import main
 from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import tail_report
+
+from ..evaluation_support import write_samples
 
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
@@ -48,7 +52,6 @@ def test_metrics_are_those_of_the_tail_report():
     for made, name, expected in (
         (integration.prob_bad(-1.5), "prob_bad", tails.prob_below(rewards, -1.5)),
         (integration.cvar(0.5), "cvar", tails.cvar(rewards, 0.5)),
-        (integration.worst_of(4), "worst_of", tails.worst_of(rewards, 4)),
     ):
         found = made(scores_of(rewards))
         assert found == {name: expected.value, f"{name}_low": expected.low, f"{name}_high": expected.high}
@@ -190,3 +193,83 @@ def test_logs_of_conversations_are_compared_by_what_was_drawn(tmp_path):
     samples[1].header["settings"]["max_tokens"] = 9
     with pytest.raises(ValueError, match="another `settings.max_tokens`"):
         tail_report(samples)
+
+
+def test_answers_are_shown_worst_first_and_side_by_side(tmp_path, capsys):
+    """The log is read by Inspect: messages, rewards and log-probabilities; and is refused as samples."""
+    rewards = np.array([[1.0, -3.0], [0.0, -9.0]])
+    for name, shift in (("before", 0), ("after", 2)):
+        write_samples(tmp_path / name, rewards + shift, name, completions=[f"{name} {i}" for i in range(4)])
+    sets = {name: load_samples(tmp_path / name) for name in ("before", "after")}
+    chat = [
+        json.dumps([{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{i}"}]) for i in "0011"
+    ]
+    for each in sets.values():
+        columns = {"messages": pa.array(chat), "log_prob": pa.array([-1.0, -2.0, -3.0, float("-inf")])}
+        object.__setattr__(
+            each, "table", pa.table({name: each.table[name] for name in each.table.column_names} | columns)
+        )
+    integration.write_inspect_log(tmp_path / "log.eval", sets, threshold=-2.0)
+    log = inspect_ai.log.read_eval_log(str(tmp_path / "log.eval"))
+    assert [each.scores["before"].value for each in log.samples] == [-9.0, -3.0, 0.0, 1.0]
+    assert [each.scores["after"].answer for each in log.samples] == ["after 3", "after 1", "after 2", "after 0"]
+    worst = log.samples[0]
+    said = ["Be kind.", "1", "before, reward -9:\n\nbefore 3", "after, reward -7:\n\nafter 3"]
+    assert [each.content for each in worst.messages] == said and worst.output.completion == "before 3"
+    assert [each.role for each in worst.messages] == ["system", "user", "assistant", "assistant"]
+    assert worst.scores["after"].metadata["log_prob"] is None  # JSON has no infinity
+    assert log.samples[1].scores["before"].metadata["log_prob"] == -2.0
+    bad = {each.name: each.metrics["prob_bad"].value for each in log.results.scores}
+    expected = tails.prob_below(rewards + 2, -2.0)
+    assert bad == {"before": 0.5, "after": expected.value}
+    assert log.results.scores[1].metrics["prob_bad_high"].value == expected.high
+
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    for command, words in (("compare", folders), ("evaluate", folders[:1])):
+        path = tmp_path / f"{command}.eval"
+        assert main([command, *words, "--thresholds", "-2", "--inspect_log", str(path)]) == 0
+        scores = inspect_ai.log.read_eval_log(str(path)).samples[0].scores
+        assert {name: each.value for name, each in scores.items()} == dict(
+            zip(("before", "after")[: len(words)], (-9.0, -7.0), strict=False)
+        )
+    assert main(["evaluate", str(path), "--thresholds", "-2"]) == 1
+    assert "was written for `inspect view`" in capsys.readouterr().err
+    assert main(["evaluate", folders[0], "--inspect_log", str(tmp_path / "a.json")]) == 1
+    assert "`--inspect_log" in (err := capsys.readouterr().err) and "end it with .eval" in err
+
+
+def test_attacks_on_a_behaviour_are_side_by_side(tmp_path):
+    """Also those that ask for it in several ways."""
+    prompts = [f"{ask} {i}" for i in range(2) for ask in ("Please", "PLEASE", "plesae")]
+    write_samples(tmp_path / "prompt", [[0.0, 1.0, 2.0], [3.0, 4.0, -5.0]], "a")
+    write_samples(tmp_path / "augmented", [[-1.0], [-2.0], [9.0], [-7.0], [8.0], [7.0]], "a", prompts)
+    sets = {name: load_samples(tmp_path / name) for name in ("prompt", "augmented")}
+    integration.write_inspect_log(tmp_path / "log.eval", sets)
+    samples = inspect_ai.log.read_eval_log(str(tmp_path / "log.eval")).samples
+    assert [each.input for each in samples[:2]] == ["Please 1", "PLEASE 0"]  # as the worst answer was asked for
+    assert [tuple(score.value for score in each.scores.values()) for each in samples[:2]] == [
+        (-5.0, -7.0),
+        (0.0, -2.0),
+    ]
+
+
+def test_a_runs_completions_are_shown(tmp_path, capsys):
+    assert main(["diagnose", str(tmp_path), "--inspect_log", str(tmp_path / "log.eval")]) == 2  # no run
+    (tmp_path / "completions").mkdir()
+    (tmp_path / "trainer_state.json").write_text(
+        json.dumps({"log_history": [{"step": 1, "reward": 0.5, "loss": 0.1}]})
+    )
+    assert main(["diagnose", str(tmp_path), "--inspect_log", str(tmp_path / "log.eval")]) == 2
+    assert "train with `log_completions=True`" in capsys.readouterr().err
+    for step, rewards in ((1, [0.5, -1.0]), (2, [None, -3.0])):
+        texts = {"prompt": ["hello", "bye"], "completion": [[{"role": "assistant", "content": f"{step}"}]] * 2}
+        table = pa.table({"step": [step] * 2, **texts, "judge": rewards, "advantage": [0.0, 0.0]})
+        pa.parquet.write_table(table, tmp_path / "completions" / f"completions_0000{step}.parquet")
+    main(["diagnose", str(tmp_path), "--inspect_log", str(tmp_path / "log.eval")])
+    log = inspect_ai.log.read_eval_log(str(tmp_path / "log.eval"))
+    assert [(each.scores["policy"].value, each.output.completion) for each in log.samples] == [
+        (-3.0, "2"),
+        (-1.0, "1"),
+        (0.5, "1"),
+    ]
+    assert log.samples[0].scores["policy"].metadata["step"] == 2

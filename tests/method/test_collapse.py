@@ -7,9 +7,8 @@ import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
-from trl_repulse.engine import diagnosis
+from trl_repulse.engine import diagnosis, logs
 from trl_repulse.math.importance import distinct_share, rank_among
-from trl_repulse.trainers import base_trainer as _pooling
 
 from ..conftest import BAD
 
@@ -30,7 +29,7 @@ def say(trainer, token):
 
 @pytest.fixture
 def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
     return lambda: [r.message for r in caplog.records if "The proposal has collapsed" in r.message]
 
 
@@ -86,13 +85,13 @@ def test_a_proposal_of_one_bad_completion(make, warnings, samples, said):
 
 def test_prompts_that_are_cut_apart(make):
     """The same signs where a micro-batch holds no whole prompt."""
-    logs = []
+    logged = []
     for settings in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}):
         trainer = make(**FROZEN, max_steps=1, **settings)
         trainer.train()
-        logs.append(trainer.state.log_history[0])
+        logged.append(trainer.state.log_history[0])
     for name in ("proposal/log_z_gap", "proposal/distinct", "proposal/log_p_rank"):
-        assert logs[0][name] == pytest.approx(logs[1][name], abs=1e-4), name
+        assert logged[0][name] == pytest.approx(logged[1][name], abs=1e-4), name
 
 
 @pytest.mark.parametrize(
@@ -156,28 +155,28 @@ class Sharpen(TrainerCallback):
 )
 def test_a_policy_that_says_one_thing(make, caplog, monkeypatch, trainer_cls, is_narrow):
     """Every trainer logs its distinct completions, and warns once; of a policy that stays as it was it does not."""
-    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
     monkeypatch.setattr(diagnosis, "UPDATES", 2)
-    monkeypatch.setattr(_pooling.BaseTrainer, "_next_look", 2)
-    monkeypatch.setattr(_pooling, "UPDATES", 2)
+    monkeypatch.setattr(logs.Watch, "_next", 2)
+    monkeypatch.setattr(logs, "UPDATES", 2)
     extra = {"callbacks": [Sharpen(3)]} if is_narrow else {}
     trainer = make(trainer_cls, learning_rate=0.0, max_steps=9, extra=extra)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
+    logged = [log for log in trainer.state.log_history if "reward" in log]
     found = [record.message for record in caplog.records if "The policy has collapsed" in record.message]
     last = list(trainer._logs["completion"])[-16:]
     drawn = [last[i : i + 4] for i in range(0, 16, 4)]
-    assert logs[-1]["completions/distinct"] == pytest.approx(sum(len(set(texts)) for texts in drawn) / 16)
+    assert logged[-1]["completions/distinct"] == pytest.approx(sum(len(set(texts)) for texts in drawn) / 16)
     assert len(found) == is_narrow
     if is_narrow:
-        assert logs[0]["entropy"] > 1 and logs[-1]["entropy"] < 0.1
+        assert logged[0]["entropy"] > 1 and logged[-1]["entropy"] < 0.1
         assert "`entropy` fell from" in found[0] and "1.0 of a prompt's 4 completions are distinct" in found[0]
         assert "raise `beta` (now 0.0)" in found[0]
 
 
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeGRPOTrainer])
 def test_a_kl_that_jumps_is_said_at_once(make, caplog, monkeypatch, trainer_cls):
-    monkeypatch.setattr(logging.getLogger(_pooling.__name__), "propagate", True)
+    monkeypatch.setattr(logging.getLogger(logs.__name__), "propagate", True)
     extra = {"callbacks": [Sharpen(1)]}
     make(trainer_cls, learning_rate=0.0, beta=1e-3, max_steps=4, max_completion_length=4, extra=extra).train()
     (said,) = [record.message for record in caplog.records if "The KL jumps at the start" in record.message]

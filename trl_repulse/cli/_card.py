@@ -2,7 +2,6 @@
 
 import math
 import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ..evaluation.tails import Estimate
 
 
 _METADATA = re.compile(r"(\ufeff?\s*---[^\S\n]*\n)(.*?)(^---[^\S\n]*(?:\n|\Z))", re.DOTALL | re.MULTILINE)
+_INDEX = re.compile(r"^model-index:.*\n(?:[ -].*\n|#.*\n(?=[ #-]))*", re.MULTILINE)
 _NEW = """\
 ---
 library_name: transformers
@@ -77,11 +77,11 @@ def write_on_card(
 ) -> None:
     """
     Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier
-    section with the heading and its metrics; all else on the card stays as it is, byte for byte. A model without a card gets one.
+    section with the heading and its metrics; all but the `model-index` stays as it is, byte for byte. A model without a card gets one.
     `data` says what the model was measured on, and `confidence` is the nominal coverage of the intervals. Metrics that are not
     finite are left out.
     """
-    newline, begin, front, end, body, models = _read_card(folder)
+    newline, begin, front, end, body = _read_card(folder)
     numbers = []
     for name, estimate in metrics.items():
         value, *ends = (float(f"{number:.6g}") for number in (estimate.value, estimate.low, estimate.high))
@@ -91,7 +91,7 @@ def write_on_card(
     if numbers:
         task, dataset = {"type": "text-generation"}, {"name": data, "type": heading}
         result = {"task": task, "dataset": dataset, "metrics": numbers}
-        front = _with_result(front, models, folder.resolve().name, result)
+        front = _with_result(front, folder.resolve().name, result)
     first, last = f"<!-- {heading} -->", f"<!-- end of {heading} -->"
     section = f"{first}\n### {heading}\n\n{text}\n\n{last}"
     before, found, rest = body.partition(first)
@@ -105,10 +105,10 @@ def write_on_card(
     write_atomically(folder / "README.md", lambda partial: partial.write_bytes(content))
 
 
-def _read_card(folder: Path) -> tuple[str, str, str, str, str, yaml.Node | None]:
+def _read_card(folder: Path) -> tuple[str, str, str, str, str]:
     """
     The card in a folder, or a new one: its line break, which is written as `\\n` in all that follows, the line before its metadata, the
-    metadata (YAML), the line behind them, the text, and the node of the `model-index` in the metadata.
+    metadata (YAML), the line behind them, and the text.
     """
     path = folder / "README.md"
     try:
@@ -117,58 +117,33 @@ def _read_card(folder: Path) -> tuple[str, str, str, str, str, yaml.Node | None]
         text = text.replace(newline, "\n")
         parts = _METADATA.match(text)
         begin, front, end = parts.groups() if parts else ("---\n", "", "---\n")
-        models = _value(yaml.compose(front), "model-index")
+        models = (yaml.safe_load(front) or {}).get("model-index", [])
     except UnicodeDecodeError as error:
         raise ValueError(f"`{path}` is not UTF-8 text ({error}); save it as UTF-8.") from error
     except yaml.YAMLError as error:
         raise ValueError(f"`{path}` has metadata that are not valid YAML: {' '.join(str(error).split())}.") from error
-    listed = models.value if isinstance(models, yaml.SequenceNode) and not models.flow_style else [None]
-    if models is not None and any(_value(each, "name") is None for each in listed):
+    if not isinstance(models, list) or not all(isinstance(each, dict) and "name" in each for each in models):
         raise ValueError(
             f"`{path}` has a `model-index` that is no list of models with a `name` and `results`; correct it, or remove it."
         )
-    return newline, begin, front, end, text[parts.end() :] if parts else text, models
+    return newline, begin, front, end, text[parts.end() :] if parts else text
 
 
-def _with_result(front: str, models: Any, name: str, result: dict[str, Any]) -> str:
+def _with_result(front: str, name: str, result: dict[str, Any]) -> str:
     """
-    Metadata with a result in the `model-index`: in the place of an earlier one of its data set, or behind those of the model of that
-    name or of the only model, or with a new model.
+    Metadata with a result in the `model-index` in place of earlier ones of its data set: of the model of that name, of the only model, or of
+    a new one.
     """
-    new = {"name": name, "results": [result]}
-    if models is None:
-        return f"{front}model-index:\n{_listed(new, 0)}"
-    block, item = models, new
-    for model in models.value:
-        results = _value(model, "results")
-        if not isinstance(results, yaml.SequenceNode) or results.flow_style:
-            continue
-        for node in results.value:
-            kind = _value(_value(node, "dataset"), "type")
-            if kind is not None and kind.value == result["dataset"]["type"]:
-                start = front.rfind("\n", 0, node.start_mark.index) + 1
-                return front[:start] + _listed(result, results.start_mark.column) + front[_end(front, node) :]
-        if len(models.value) == 1 or _value(model, "name").value == name:
-            block, item = results, result
-    place = _end(front, block)
-    return front[:place] + _listed(item, block.start_mark.column) + front[place:]
-
-
-def _value(node: yaml.Node | None, key: str) -> Any:
-    """The node of a key in a mapping, or `None`."""
-    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-    return next((value for name, value in pairs if name.value == key), None)
-
-
-def _end(front: str, node: yaml.Node) -> int:
-    """Where the line behind a node begins. A block's own mark is behind the comments that follow it."""
-    while isinstance(node, yaml.CollectionNode) and node.value and not node.flow_style:
-        last = node.value[-1]
-        node = last[1] if isinstance(last, tuple) else last
-    end = node.end_mark
-    return end.index if end.column == 0 else front.index("\n", end.index) + 1
-
-
-def _listed(item: dict[str, Any], column: int) -> str:
-    """An item of a list in YAML, with its dash in a column."""
-    return textwrap.indent(yaml.safe_dump([item], sort_keys=False, allow_unicode=True), " " * column)
+    block = _INDEX.search(front)
+    models = yaml.safe_load(block[0])["model-index"] if block else []
+    model = next((each for each in models if each["name"] == name), models[0] if len(models) == 1 else None)
+    if model is None:
+        models.append(model := {"name": name})
+    for each in models:
+        known = each.get("results") or []
+        each["results"] = [
+            other for other in known if other.get("dataset", {}).get("type") != result["dataset"]["type"]
+        ]
+    model["results"].append(result)
+    written = yaml.safe_dump({"model-index": models}, sort_keys=False, allow_unicode=True)
+    return front[: block.start()] + written + front[block.end() :] if block else front + written

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -234,10 +235,19 @@ def parse_object(value: str) -> dict[str, Any]:
     return parsed
 
 
-def check_output(path: Path | None, flag: str = "--output") -> None:
-    """Makes the folder of a file that will be written. Raises a `ValueError` that names the flag if it cannot be written."""
-    if path is None:
-        return
+def check_outputs(args: Any) -> None:
+    """Makes the folders of files that will be written. Raises a `ValueError` that names the flag if one cannot be written."""
+    for name, endings in _OUTPUTS.items():
+        if isinstance(path := getattr(args, name, None), Path):
+            check_output(path, f"--{name}", endings)
+    if getattr(args, "inspect_log", None) is not None and find_spec("inspect_ai") is None:
+        raise ValueError("`--inspect_log` needs Inspect; run `pip install trl-repulse[inspect]`.")
+
+
+def check_output(path: Path, flag: str, endings: Collection[str] = ()) -> None:
+    """[`check_outputs`] of one file."""
+    if endings and path.suffix not in endings:
+        raise ValueError(f"`{flag} {path}` names no format; end it with {', '.join(endings)}.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -276,6 +286,12 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+# Arguments that name a file to write -> its endings, if it needs one
+_OUTPUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("output", "export"), ()),
+    "figure": (".png", ".pdf", ".svg"),
+    "inspect_log": (".eval",),
+}
 # Arguments that name what is read; only names with these endings are files wherever they are
 _INPUTS = """
     model_name_or_path model policy reference draft_model_name_or_path value_model_path reward_model_path
@@ -309,6 +325,11 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "confidence": {"type": float, "default": 0.95, "help": "nominal coverage of the intervals (0.95)"},
     "dtype": {"default": "auto", "help": "precision of the models' weights (that of each checkpoint)"},
+    "inspect_log": {
+        "metavar": "FILE",
+        "type": Path,
+        "help": "log of the answers for `inspect view`, worst first (.eval)",
+    },
     "output": {"metavar": "FILE", "type": Path, "help": "JSON file for the report"},
     "partial": {
         "action": "store_true",

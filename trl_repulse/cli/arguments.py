@@ -63,8 +63,8 @@ class TrainingScriptArguments(ScriptArguments):
             Share of the updates, the last ones, over which `warmup_stable_decay` lets the learning rate fall to 0,
             linearly. If set, and not 0, it determines `num_decay_steps` from `max_steps`.
         num_final_samples (`int`, *optional*, defaults to `0`):
-            Completions of each held-out prompt that estimate P(bad) at the end, and as many of a hotter copy of the
-            policy. 0: no estimate. Needs `eval_dataset_name` and a `bad_reward_threshold`.
+            Completions of each held-out prompt that estimate P(bad) before and after training, and as many of hotter
+            copies. 0: no estimate. Needs `eval_dataset_name` and a `bad_reward_threshold`.
         num_table_completions (`int`, *optional*, defaults to `10`):
             Completions in the table of before and after training. 0: no table.
     """

@@ -11,8 +11,8 @@ from ..evaluation.gcg.results import read_results
 from ..evaluation.records import write_report
 from ..evaluation.tails import check_share, check_sizes
 from ._card import check_measured
-from ._fields import add_export, add_options, add_prompts, add_reward, check_output
-from .evaluate import SETTINGS, SIZES
+from ._fields import add_export, add_options, add_prompts, add_reward
+from .evaluate import SETTINGS, SIZES, write_log
 
 
 _TAKEN = "num_samples max_completion_length seed batch_size shard_size dtype revision chat_template_kwargs".split()
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gcg", metavar="FOLDER", help="results of `trl-repulse gcg`, as a row")
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
     add_export(parser)
-    add_options(parser, "confidence", "output", "trust_remote_code")
+    add_options(parser, "confidence", "output", "inspect_log", "trust_remote_code")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
     parser.set_defaults(run=run, num_samples=16)
@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before torch is imported."""
-    check_output(args.output)
-    check_output(args.export, "--export")
     check_share("confidence", args.confidence)
     check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
     if not math.isfinite(args.threshold):
@@ -114,5 +112,7 @@ def run(args: argparse.Namespace) -> int:
     write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
     if args.export is not None:
         export_attempts(args.export, attacks, samples, behaviors, settings.num_samples, args.threshold, args.layout)
+    if args.inspect_log is not None:
+        write_log(args.inspect_log, samples, [args.threshold])
     print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
     return 0

@@ -44,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     check_share("confidence", args.confidence)
-    check_output(args.output)
     if args.draw is not None:
         check_output(args.labels, "LABELS")
     scored = read_scored(args.samples, args.column)

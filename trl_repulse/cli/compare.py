@@ -4,7 +4,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from ._fields import add_options, check_output
+from ._fields import add_options
+from .evaluate import write_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first",
     )
     add_options(parser, "thresholds", required=True)
-    add_options(parser, "confidence", "output", "partial")
+    add_options(parser, "confidence", "output", "inspect_log", "partial")
+    parser.add_argument("--figure", metavar="FILE", type=Path, help="draw P(bad) of each model, and the differences")
     parser.set_defaults(run=run)
 
 
@@ -26,11 +28,16 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.comparison import compare_samples
     from ..evaluation.records import load_samples, write_report
 
-    check_output(args.output)
     samples = [load_samples(each, args.partial) for each in args.folders]
     comparisons = compare_samples(samples, args.thresholds, args.confidence)
     content = [asdict(each) | {"sentence": each.sentence} for each in comparisons]
     write_report(args.output, {"comparisons": content})
+    if args.figure is not None:
+        from ..evaluation.plots import plot_comparison
+
+        plot_comparison(comparisons, args.figure)
+    if args.inspect_log is not None:
+        write_log(args.inspect_log, samples, args.thresholds)
     of = max(each.header["prompts"].get("of", 0) for each in samples)
     prompts = f"the first {comparisons[0].prompts:,} of {of:,}" if of else f"{comparisons[0].prompts:,}"
     print(f"{prompts} prompts. Intervals are paired, for other prompts like these.")

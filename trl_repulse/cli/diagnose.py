@@ -13,7 +13,7 @@ from ._fields import add_options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("folder", metavar="OUT", type=Path, help="output_dir of a run, or one of its checkpoints")
-    add_options(parser, "output")
+    add_options(parser, "output", "inspect_log")
     parser.epilog = "Exit status: 0 if no symptom is seen, 1 if one is, 2 if there is no log that can be read."
     parser.set_defaults(run=run)
 
@@ -23,6 +23,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         path, history, settings = load_log(args.folder)
         diagnosis = diagnose(history, settings)
+        if args.inspect_log is not None:
+            from ..evaluation.inspect import write_training_log
+
+            write_training_log(args.inspect_log, args.folder)
         write_report(args.output, {"log": path, **asdict(diagnosis)})
     except (ValueError, OSError) as error:
         print(f"trl-repulse diagnose: {error}", file=sys.stderr)

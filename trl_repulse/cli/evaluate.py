@@ -8,11 +8,10 @@ import numpy as np
 
 from .._numbers import plain, with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import SHARED, add_options, add_prompts, add_reward, check_output, named_prompts, parse_object
+from ._fields import SHARED, add_options, add_prompts, add_reward, named_prompts, parse_object
 
 
 SIZES = ("num_samples", "max_completion_length", "batch_size", "shard_size")
-FIGURES = (".png", ".pdf", ".svg")
 # Fields of `SamplingSettings`, by their names; those not given keep the class's default
 SETTINGS: dict[str, dict[str, Any]] = {
     "num_samples": {"type": int, "help": "completions of each prompt (16)"},
@@ -82,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
+    add_options(reading, "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
 
@@ -120,10 +120,6 @@ def _check(args: argparse.Namespace) -> None:
     from ..evaluation.report import estimates
     from ..evaluation.tails import check_sizes
 
-    check_output(args.output)
-    check_output(args.figure, "--figure")
-    if args.figure is not None and args.figure.suffix not in FIGURES:
-        raise ValueError(f"`--figure {args.figure}` names no format; end it with {', '.join(FIGURES)}.")
     if args.partial and (args.model is not None or args.card is not None):
         raise ValueError("`--partial` reads what there is so far; leave out `--model` and `--card`.")
     check_card(args.card, len(args.folders))
@@ -173,7 +169,6 @@ def _sample(args: argparse.Namespace) -> None:
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     prompts = named_prompts(args)
     rewards = _load_rewards(args)
-    _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
     sample_completions(
         args.folders[0],
         args.model,
@@ -184,24 +179,6 @@ def _sample(args: argparse.Namespace) -> None:
         engine_kwargs=args.engine_kwargs,
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
-    """Refuses a column that the samples will not have."""
-    from ..models._loading import _adapter_config
-
-    known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
-    known += ["return_transformed"] if transformed else []
-    known += ["kl", "log_prob_reference"] if has_reference else []
-    for reward in rewards if isinstance(rewards, list) else [rewards]:
-        if isinstance(reward, str):  # an adapter goes by the name of its base
-            base = (_adapter_config(reward, None) or {}).get("base_model_name_or_path")
-            name = (base or reward).rstrip("/").split("/")[-1]
-        else:
-            name = getattr(reward, "__name__", type(reward).__name__)
-        known.append(f"rewards/{name}")
-    if column not in known:
-        raise ValueError(f"`--column {column}` is none of what these samples will have: {', '.join(known)}.")
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:
@@ -240,6 +217,16 @@ def _score_negatives(args: argparse.Namespace) -> Any:
     return negative_log_probs(*loaded, args.negatives, **options)
 
 
+def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
+    """Writes answers for Inspect's viewer, by the name of the folder or attack, with P(bad) under the first threshold."""
+    from ..evaluation.inspect import write_inspect_log
+
+    if not isinstance(samples, dict):
+        short = {Path(each.folder).name: each for each in samples}
+        samples = short if len(short) == len(samples) else {str(each.folder): each for each in samples}
+    write_inspect_log(path, samples, thresholds[0] if thresholds else None)
+
+
 def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
     """What the labels say, with their estimates added to those of the report."""
     from ..evaluation.audit import audit_judge
@@ -275,6 +262,8 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
         folders = map(str, args.folders)
         columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
         plot_rewards(columns, args.figure, args.thresholds, args.column)
+    if args.inspect_log is not None:
+        write_log(args.inspect_log, samples, args.thresholds)
     print(text)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))

@@ -1,14 +1,13 @@
 """`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from ..evaluation.gcg.results import format_report, read_results, success_curve, summarize
+from ..evaluation.gcg.results import format_report, read_results, summarize
 from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_export, add_options, check_output
+from ._fields import add_export, add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, "output")
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw attack success against the threshold")
     add_export(parser, "all responses to the attacks, judged by the first threshold")
     add_card(parser)
     parser.set_defaults(run=run)
@@ -32,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the files and the card that are asked for, prints the report and returns 0."""
     check_card(args.card)
-    check_output(args.output)
-    check_output(args.figure, "--figure")
-    check_output(args.export, "--export")
     header, records = read_results(args.results)
     summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
     if args.export is not None:
@@ -42,10 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
         export_gcg(args.export, records, args.threshold[0], args.layout)
     write_report(args.output, summary)
-    if args.figure is not None:
-        from ..evaluation.plots import plot_attack_success
-
-        plot_attack_success(success_curve(records, args.confidence), args.figure, args.threshold)
     print(format_report(summary))
     if args.card is not None:
         check_measured(args.card, header["model"]["weights"], header["model"]["name"])

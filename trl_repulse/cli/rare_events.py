@@ -139,10 +139,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.forecast and not args.num_samples:
         raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
-    check_output(args.output)
-    check_output(args.samples, "--samples")
     if args.labels is not None:
         read_rows(args.labels)
+    if args.samples is not None:
+        check_output(args.samples, "--samples")
     if not (args.threshold or args.level) and args.num_proposal_samples is None:
         args.num_proposal_samples = 0  # a forecast reads the policy's own completions alone
         if args.reference is not None or args.proposal:

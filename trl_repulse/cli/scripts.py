@@ -3,7 +3,7 @@
 import logging
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from .arguments import TrainingScriptArguments
 logger = logging.getLogger(__name__)
 
 # Metrics of the last log that are reported if the expected reward is not computed exactly
+P_BAD = ("p_bad", "p_bad_low", "p_bad_high")  # on unseen prompts, behind `eval_`
 SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward", "proposal/ess")
 
 
@@ -86,14 +87,19 @@ def load_data(
 
 
 def estimate_unseen(
-    trainer: Trainer, script_args: TrainingScriptArguments, prompts: Dataset, threshold: float
+    trainer: Trainer,
+    script_args: TrainingScriptArguments,
+    prompts: Dataset,
+    threshold: float,
+    model: str,
+    **options: Any,
 ) -> dict[str, float]:
-    """P(bad) of the policy in `output_dir` as metrics, with the ends of its interval. All processes must call it."""
+    """P(bad) of a policy, which is loaded with `options`, as metrics, with the ends of its interval. All processes must call it."""
     args = trainer.args
     reward = getattr(trainer.reward_funcs[0], "unchecked", trainer.reward_funcs[0])
     if isinstance(reward, nn.Module):
         reward = trainer.accelerator.unwrap_model(reward)
-    policy = load_model(AutoModelForCausalLM, args.output_dir, "policy", trust_remote_code=args.trust_remote_code)
+    policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)
     found = estimate_prob_bad(
         policy.to(trainer.accelerator.device),
         trainer.processing_class,
@@ -107,7 +113,7 @@ def estimate_unseen(
         batch_size=max(args.per_device_eval_batch_size, 64),
         seed=args.seed,
     )
-    return {"eval_p_bad": found.value, "eval_p_bad_low": found.low, "eval_p_bad_high": found.high}
+    return dict(zip((f"eval_{name}" for name in P_BAD), (found.value, found.low, found.high), strict=True))
 
 
 def run(
@@ -188,13 +194,20 @@ def run(
         trainer.save_model(args.output_dir)
         trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
         unseen: dict[str, float] = {}
+        others = embedded.stored_results() if is_embedded else {}
         if script_args.eval_dataset_name is not None:
             trainer.evaluate()
             threshold = getattr(trainer, "bad_reward_threshold", None)
             if script_args.num_final_samples and threshold is not None:
-                unseen = estimate_unseen(trainer, script_args, held_out, threshold)
+                given = (trainer, script_args, held_out, threshold)
+                unseen = estimate_unseen(*given, args.output_dir)
+                if not is_embedded:
+                    revision = (args.model_init_kwargs or {}).get("revision")
+                    initial = estimate_unseen(*given, model_name, revision=revision)
+                    others = {"initial policy": initial | {"kl": 0.0, "samples": 0}}
+                Trainer.log(trainer, dict(unseen))  # to the trackers
         if trainer.is_world_process_zero():
-            report(trainer, tracking, method, unseen, embedded.stored_results() if is_embedded else {})
+            report(trainer, tracking, method, unseen, others, ["(the other columns are stored results)"] * is_embedded)
         if args.push_to_hub:
             is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
             trainer.push_to_hub(dataset_name=None if is_local else name)
@@ -234,12 +247,13 @@ def report(
     method: str,
     unseen: Mapping[str, float],
     others: Mapping[str, Mapping[str, float]],
+    notes: Sequence[str] = (),
 ) -> None:
     """
     Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table.
 
     `unseen` is what [`estimate_unseen`] returned, or nothing; `others` has, by name, what is known of other policies on the same
-    held-out prompts.
+    held-out prompts, and `notes` are lines below the table.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     history = list(reversed(trainer.state.log_history))
@@ -256,7 +270,7 @@ def report(
         own = metrics | {"samples": tracking.samples}
         if "eval_kl" in values:
             own["kl"] = values["eval_kl"]
-        table = format_unseen({**others, method: own}, ["(the other columns are stored results)"] if others else [])
+        table = format_unseen({**others, method: own}, notes)
     exact = tracking.history[-1]["policy"] if tracking.history else {}
     sampled = {name: value for name, value in values.items() if "proposal/" not in name}
     trainer.measured = exact if "expected_reward" in exact else exact | sampled
@@ -269,6 +283,8 @@ def report(
         )
     if unseen:
         trainer.measured |= unseen
+        before = others.get("initial policy", {})
+        trainer.measured |= {f"initial_{name}": before[f"eval_{name}"] for name in P_BAD if f"eval_{name}" in before}
         trainer.tail_report = f"On prompts that were not trained on:\n\n```text\n{table}\n```"
     if tracking.history or metrics:
         plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)

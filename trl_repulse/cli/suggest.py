@@ -24,7 +24,7 @@ from .._errors import from_reward
 from .._numbers import is_bad
 from .._rules_of_thumb import LOW, bad_threshold_for, learning_rate_for, rounded
 from ..evaluation.tails import prob_below
-from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
+from ._fields import add_options, add_prompts, add_reward, named_prompts
 
 
 LEAST = 50  # samples
@@ -179,7 +179,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"`bad_reward_threshold={args.bad_reward_threshold}` must be a finite number.")
     if args.seed < 0:
         raise ValueError(f"`seed={args.seed}` must be at least 0.")
-    check_output(args.output)
 
 
 def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:

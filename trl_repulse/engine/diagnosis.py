@@ -179,8 +179,13 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = "jumping_kl", "narrow"  # symptoms that need no time to show
-BY_TRAINERS = *AT_ONCE, "constant_reward", "collapse"  # symptoms that trainers warn of by themselves
+AT_ONCE = (
+    "constant_reward",
+    "jumping_kl",
+    "narrow",
+    "collapse",
+)  # symptoms that trainers warn of from the first update on
+PATIENCE = 100  # updates before trainers warn of the others, some of which are common early in a run
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0
 DISTINCT = 1.5  # distinct completions of a prompt; with all samples alike it is 1, and CTL has no gradient
@@ -205,6 +210,7 @@ KL_RISE = 0.1  # nats per token; doubling less than that is harmless
 EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
 CLIPPED = 0.5  # of the completions; models that end their completions stay far below
 SHORT = 4  # tokens; completions limited to as few are meant to be cut
+GAIN = 1.0
 CONSTANT = 1e-6  # of the reward's size, which is what float32 resolves
 NOT_FINITE = 0.1  # of the logs; in fp16 the search for a loss scale gives single infinite gradients
 
@@ -348,9 +354,12 @@ def _finds_no_more(log: RunLog) -> str | None:
         raise Unknown("there is no hot policy, as far as log and settings tell")
     names = "proposal/bad_fraction", "bad_fraction"
     extra, own = (statistics.fmean(span.mean for span in log.spans(name)) for name in names)
-    if extra > own or not extra:  # where nothing is found, that is another symptom
+    if own >= extra > 0:  # where nothing is found, that is another symptom
+        return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
+    gain = log.spans("proposal/gain")[-1] if "proposal/gain" in log.columns else None
+    if gain is None or gain.mean >= GAIN:
         return None
-    return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
+    return f"`proposal/gain` is {gain.mean:.2g} ({gain}), and 1 where extra samples are worth as much as more of the policy's own"
 
 
 def _rising_kl(log: RunLog) -> str | None:
@@ -456,8 +465,8 @@ SYMPTOMS = {
         "A reward that does not vary",
         "the reward function gives all completions the same number, so that there is nothing to learn",
         (
-            "call the reward function on two completions that should differ (of a conversation, a completion is a list of messages), and "
-            "look at its input with `log_completions=True`",
+            "call the reward function on two completions that should differ (of a conversation a completion is a list of messages, with the "
+            "text in `completion[0]['content']`), and look at its input with `log_completions=True`",
         ),
         _constant_reward,
     ),
@@ -507,7 +516,11 @@ SYMPTOMS = {
     "finds_no_more": Symptom(
         "Extra samples find no more",
         "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
-        ("leave `proposal_temperature` unset, so that the run chooses", "lower {proposal_temperature}"),
+        (
+            "leave `proposal_temperature` unset, so that the run chooses",
+            "lower {proposal_temperature}",
+            "train with `ReinforceTrainer`, which draws half as much",
+        ),
         _finds_no_more,
     ),
     "turned_target": Symptom(

@@ -22,11 +22,13 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import is_trackio_available, is_wandb_available
+from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
 from ..math.objective import is_below
+from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, diagnose
 from .trl_bridge import logged_apart, print_prompt_completions_sample
 
 
@@ -535,27 +537,121 @@ class Tables:
             for _ in range(min(rows, len(column))):
                 column.pop()
 
-    def show_extra(self) -> None:
-        """Prints the table of extra samples and logs it to wandb and trackio if the run reports to them, as TRL does with its own."""
-        logs, args, name = self.extra, self._args, "proposal_completions"
-        if not (self._logs.accelerator.is_main_process and args.log_completions) or not logs["prompt"]:
-            return
-        step = self._step()
-        if is_rich_available():
-            extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
-            shown = logs["prompt"], logs["completion"], logs["rewards"], None, step, args.num_completions_to_print
-            print_prompt_completions_sample(*shown, extra=extra)
-        columns = {"prompt": logs["prompt"], "completion": logs["completion"], **logs["rewards"], **logs["extra"]}
-        table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **columns})
-        if args.log_unique_prompts:
-            table = table[~table["prompt"].astype(str).duplicated()]
-        report_to = args.report_to or []
-        if "wandb" in report_to and is_wandb_available():
+    def show(self, trackers: "Trackers") -> None:
+        """Prints the table of extra samples, as TRL does with its own, and sends it with the worst of all samples to the trackers."""
+        step, tables, worst = self._step(), {}, []
+        for model, logs in (("policy", self.own), ("proposal", self.extra)):
+            known: list[Any] = logs["extra"].get("reward") or next(iter(logs["rewards"].values()), [])
+            for reward, *texts in zip(known, logs["prompt"], logs["completion"], strict=bool(known)):
+                if reward is not None and not math.isnan(reward):
+                    worst.append((step, model, *map(_text, texts), reward))
+        if worst:
+            lowest_first = sorted(worst, key=lambda row: row[-1])[:_WORST]
+            columns = ["step", "model", "prompt", "completion", "reward"]
+            tables["worst_completions"] = pd.DataFrame(lowest_first, columns=columns)
+        if (logs := self.extra)["prompt"]:
+            if is_rich_available():
+                extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
+                shown = (logs["prompt"], logs["completion"], logs["rewards"], None, step)
+                print_prompt_completions_sample(*shown, self._args.num_completions_to_print, extra=extra)
+            both = {"prompt": logs["prompt"], "completion": logs["completion"]}
+            table = pd.DataFrame({"step": [step] * len(logs["prompt"]), **both, **logs["rewards"], **logs["extra"]})
+            if self._args.log_unique_prompts:
+                table = table[~table["prompt"].astype(str).duplicated()]
+            tables["proposal_completions"] = table
+        trackers.tables(tables, step)
+
+
+_WORST = 10  # rows of the table of the worst completions
+
+
+def _text(messages: Any) -> str:
+    """A prompt or a completion as text."""
+    if isinstance(messages, str):
+        return messages
+    return "\n\n".join(str(each.get("content") or "") for each in messages)
+
+
+class Trackers:
+    """wandb, trackio and TensorBoard, as far as a run reports to them. For the main process alone, except for [`reopen`]."""
+
+    def __init__(self, args: Any, handler: Any):
+        self._args, self._report_to, self._handler = args, args.report_to or [], handler
+        self._completions: Any = None  # TensorBoard's writer of completions
+
+    def _of(self, kind: type) -> Any:
+        """The Trainer's callback for a tracker."""
+        return next((each for each in self._handler.callbacks if isinstance(each, kind)), None)
+
+    def _modules(self) -> Iterator[Any]:
+        if "wandb" in self._report_to and is_wandb_available():
             import wandb
 
             if wandb.run is not None:
-                wandb.log({name: wandb.Table(dataframe=table)})
-        if "trackio" in report_to and is_trackio_available():
+                yield wandb
+        if "trackio" in self._report_to and is_trackio_available():
             import trackio
 
-            trackio.log({name: trackio.Table(dataframe=table)})
+            yield trackio
+
+    def tables(self, tables: dict[str, pd.DataFrame], step: int) -> None:
+        """Sends tables by name; TensorBoard gets the worst completions alone, as a text."""
+        for module in self._modules() if tables else ():
+            module.log({name: module.Table(dataframe=table) for name, table in tables.items()})
+        writer = getattr(self._of(TensorBoardCallback), "tb_writer", None)
+        if writer is None or "worst_completions" not in tables:
+            return
+        # Not among the metrics, which are uploaded with `output_dir`; tables of completions are not
+        self._completions = self._completions or type(writer)(str(Path(self._args.output_dir) / "completions"))
+        rows = tables["worst_completions"][["model", "reward", "prompt", "completion"]].astype(str)
+        rows = rows.replace({r"\|": r"\\|", r"\n": "<br>"}, regex=True).values.tolist()
+        _write(
+            self._completions,
+            "worst_completions",
+            [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows],
+            step,
+        )
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Sends an alert."""
+        for module in self._modules():
+            module.alert(title=title, text=text)
+        writer = getattr(self._of(TensorBoardCallback), "tb_writer", None)
+        if writer is not None:
+            _write(writer, "alert", [[title], ["---"], [text]], step)
+
+    def reopen(self, state: Any, model: nn.Module) -> None:
+        """Opens trackio's run, which ends with the training, for what is reported behind it or before."""
+        callback = self._of(TrackioCallback)
+        if callback is not None and not callback._initialized:
+            callback.setup(self._args, state, model)
+
+
+def _write(writer: Any, name: str, rows: list[list[str]], step: int) -> None:
+    """Writes a table as a text of TensorBoard's."""
+    writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+    writer.flush()
+
+
+class Watch:
+    """Looks for symptoms in a run's log, and warns of each one once, here and at the trackers."""
+
+    _next = 1  # update from which the log is looked at again
+
+    def __init__(self, args: Any, handler: Any):
+        self.trackers, self._args = Trackers(args, handler), args
+        self._told: set[str] = set()
+
+    def look(self, state: Any) -> None:
+        """Looks at the log of a [`~transformers.TrainerState`]. Reads all of it, and therefore looks ever less often."""
+        step = state.global_step
+        if step < self._next:
+            return
+        self._next = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
+        for finding in diagnose(state.log_history, vars(self._args)).findings:
+            early = step < PATIENCE and finding.symptom not in AT_ONCE
+            if finding.symptom not in self._told and not early:
+                self._told.add(finding.symptom)
+                logger.warning(str(finding))
+                if state.is_world_process_zero:
+                    self.trackers.alert(SYMPTOMS[finding.symptom].title, str(finding), step)

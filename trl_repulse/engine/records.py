@@ -114,6 +114,10 @@ def amend_model_card(trainer: Any) -> None:
         card.data.library_name = "peft"
     card.data.model_name = card.data.model_name or path.parent.name  # results need one
     dataset = card.data.datasets or "prompts"
+    measured = {name: value for name, value in (trainer.measured or {}).items() if value is not None}
+    intervals = {name: {side: measured.get(f"{name}_{side}") for side in ("low", "high")} for name in measured}
+    intervals = {name: ends for name, ends in intervals.items() if None not in ends.values()}
+    ends = {f"{name}_{side}" for name in intervals for side in ("low", "high")}
     card.data.eval_results = [
         EvalResult(
             task_type="text-generation",
@@ -122,9 +126,10 @@ def amend_model_card(trainer: Any) -> None:
             metric_type=name,
             metric_name=with_unit(name),
             metric_value=float(value),  # a number of NumPy would be written as an object
+            metric_args={"confidence": 0.95} | intervals[name] if name in intervals else None,
         )
-        for name, value in (trainer.measured or {}).items()
-        if value is not None and math.isfinite(value)
+        for name, value in measured.items()
+        if math.isfinite(value) and name not in ends
     ] or None
     added = _BY_PROPOSAL if getattr(args, "has_proposal", False) else ""
     if trainer.tail_report is not None:
@@ -132,7 +137,9 @@ def amend_model_card(trainer: Any) -> None:
     added += f"### Model\n\n{_of_model(trainer.model.config._name_or_path, path.parent)}\n"
     added += f"### Data\n\n- Rewards: {', '.join(f'`{name}`' for name in trainer.reward_func_names)}\n"
     if isinstance(trainer.train_dataset, Sized):
-        added += f"- Rows of prompts: {len(trainer.train_dataset)}\n"
+        added += (
+            f"- Rows of prompts: {len(trainer.train_dataset)}" + f" of `{dataset}`" * (dataset != "prompts") + "\n"
+        )
     added += f"- Updates: {trainer.state.global_step}\n\n"
     added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
     settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}

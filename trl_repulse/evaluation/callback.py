@@ -1,4 +1,4 @@
-"""Callbacks: the tail report along a training run, completions from before and after it, and its diagnosis."""
+"""Callbacks: the tail report along a training run, and completions from before and after it."""
 
 import contextlib
 import inspect
@@ -22,7 +22,6 @@ from trl import GRPOTrainer, RLOOTrainer
 from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from ..data._tables import columns_of, from_columns
 from ..data._texts import completion_texts
-from ..engine.diagnosis import AT_ONCE, diagnose
 from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
 from ..generation._probe import probe
@@ -293,29 +292,3 @@ def _cells(drawn: tuple[str, float]) -> tuple[str, str]:
 
 def _cell(text: str) -> str:
     return "<br>".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
-
-
-class DiagnosisCallback(TrainerCallback):
-    """
-    Looks for the symptoms that `trl-repulse diagnose` knows each time a trainer with TRL's names logs metrics, and
-    warns of each one once.
-
-    Args:
-        after (`int`, *optional*, defaults to `100`):
-            Updates before the first look, but for a KL that jumps and a collapse of the policy. A sign must last 20 updates,
-            and some of them are common early in a run.
-    """
-
-    def __init__(self, after: int = 100):
-        check_sizes(after=after)
-        self.after = after
-        self._seen: set[str] = set()
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if not state.is_world_process_zero:
-            return
-        for finding in diagnose(state.log_history, args.to_dict()).findings:
-            early = state.global_step < self.after and finding.symptom not in AT_ONCE
-            if finding.symptom not in self._seen and not early:
-                self._seen.add(finding.symptom)
-                logger.warning("Update %d: %s", state.global_step, finding)

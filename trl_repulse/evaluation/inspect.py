@@ -1,20 +1,42 @@
 """
-Tails of rewards in [Inspect](https://inspect.aisi.org.uk): a scorer, metrics with intervals, a task, and logs read as samples.
+Tails of rewards in [Inspect](https://inspect.aisi.org.uk): a scorer, metrics with intervals, a task, logs read as samples, and samples
+written as logs for its viewer.
 
 Needs `pip install trl-repulse[inspect]`. Inspect finds the names here by itself, as `trl_repulse/tail` and so on.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from inspect_ai import Epochs, Task, task
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.log import EvalLog, read_eval_log
-from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.log import (
+    EvalConfig,
+    EvalDataset,
+    EvalLog,
+    EvalMetric,
+    EvalResults,
+    EvalSample,
+    EvalScore,
+    EvalSpec,
+    read_eval_log,
+    write_eval_log,
+)
+from inspect_ai.model import (
+    ChatMessage,
+    ChatMessageAssistant,
+    ChatMessageSystem,
+    ChatMessageUser,
+    GenerateConfig,
+    ModelOutput,
+    get_model,
+)
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
@@ -26,37 +48,36 @@ from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
-from .records import SampleSet, digest
+from .records import SampleSet, digest, finite_json
 
 
+_VIEWED = "worst answers"  # name of the task of logs that are written here
 # Settings of Inspect's that change no sample's distribution
 _ELSEWHERE = ("max_connections", "max_retries", "timeout", "attempt_timeout", "seed", "adaptive_connections")
 
 
-def _rewards(scores: list[SampleScore], pooled: bool = True) -> np.ndarray:
-    """Rewards (P, N) of all epochs of all samples. Where epochs failed, all in one row if `pooled`, or as many of each sample."""
+def _rewards(scores: list[SampleScore]) -> np.ndarray:
+    """Rewards (P, N) of all epochs of all samples; all in one row where epochs failed."""
     rows: dict[Any, list[float]] = {}
     for each in scores:
         rows.setdefault(each.sample_id, []).append(each.score.as_float())
-    shortest = min(map(len, rows.values()))
-    if pooled and any(len(row) > shortest for row in rows.values()):
+    if len({len(row) for row in rows.values()}) > 1:
         return np.array([[value for row in rows.values() for value in row]])
-    return np.array([row[:shortest] for row in rows.values()])
+    return np.array(list(rows.values()))
 
 
-def _metric(
-    name: str, estimate: Callable[[np.ndarray], tails.Estimate], pooled: bool = True, least: int = 1
-) -> Metric:
-    """A metric of an estimate that needs so many samples of a prompt; refuses its arguments before anything is drawn."""
-    estimate(np.zeros((1, max(least, 1))))
+def _values(name: str, estimate: tails.Estimate) -> dict[str, float]:
+    """An estimate and the ends of its interval; one that the samples give no bound for is missing."""
+    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+
+
+def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metric:
+    """A metric of an estimate; refuses its arguments before anything is drawn."""
+    estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:
-        rewards = _rewards(scores, pooled)
-        if not pooled and least > rewards.shape[1]:
-            return {}
-        found = estimate(rewards)  # an end that the samples give no bound for is missing
-        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
-        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+        return _values(name, estimate(_rewards(scores)))
 
     return compute
 
@@ -71,12 +92,6 @@ def prob_bad(threshold: float, confidence: float = 0.95) -> Metric:
 def cvar(level: float = 0.01, confidence: float = 0.95) -> Metric:
     """Mean of the lowest share `level` of the rewards with an interval, as [`~trl_repulse.evaluation.tails.cvar`]."""
     return _metric("cvar", lambda rewards: tails.cvar(rewards, level, confidence))
-
-
-@metric(scores="unreduced")
-def worst_of(k: int, confidence: float = 0.95) -> Metric:
-    """Mean lowest reward of `k` completions of a prompt, at most its epochs, with an interval, as [`~trl_repulse.evaluation.tails.worst_of`]."""
-    return _metric("worst_of", lambda rewards: tails.worst_of(rewards, k, confidence), pooled=False, least=k)
 
 
 @scorer(metrics=[cvar()])
@@ -192,17 +207,138 @@ def tail(
     )
 
 
+_ROLES = {"user": ChatMessageUser, "assistant": ChatMessageAssistant, "system": ChatMessageSystem}
+
+
 def _sample(number: int, row: dict[str, Any]) -> Sample:
-    kinds = {"user": ChatMessageUser, "assistant": ChatMessageAssistant, "system": ChatMessageSystem}
     prompt = row.pop("prompt")
     if not isinstance(prompt, str):
-        unknown = {each["role"] for each in prompt} - set(kinds)
+        unknown = {each["role"] for each in prompt} - set(_ROLES)
         if unknown:
             raise ValueError(
                 f"Prompt {number} has a message of the role {min(unknown)!r}, which Inspect's task does not take."
             )
-        prompt = [kinds[each["role"]](content=each["content"]) for each in prompt]
+        prompt = _messages(prompt)
     return Sample(input=prompt, id=number, metadata={"columns": row})
+
+
+def _messages(prompt: str | list[dict[str, Any]]) -> list[ChatMessage]:
+    """A prompt as messages of Inspect; those of a tool are shown as a user's."""
+    rows = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [_ROLES.get(each["role"], ChatMessageUser)(content=each.get("content") or "") for each in rows]
+
+
+def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], threshold: float | None = None) -> None:
+    """
+    Writes samples as a log that `inspect view` shows: the worst answers first, those of several models or attacks side by side.
+
+    A sample of the log is a prompt with one answer of each set, its worst, its second worst and so on. The answers are assistant
+    messages and the values of one scorer a set, with rewards, log-probabilities (nats) and lengths as metadata.
+
+    Args:
+        path (`str` or `Path`): The `.eval` file to write.
+        samples (`Mapping[str, SampleSet]`):
+            Sets of the same prompts by name, or what [`~trl_repulse.evaluation.attacks.run_attacks`] returned.
+        threshold (`float`, *optional*): Reward under which an answer is bad, for P(bad) of each set with its interval.
+
+    Raises:
+        `ValueError`: If an answer has no finite reward.
+    """
+    prompts = min(len(each.prompts) for each in samples.values())
+    rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    metrics: dict[str, dict[str, float]] = {}
+    for name, each in samples.items():
+        rewards = each.column().reshape(prompts, -1)  # attacks may have several prompts of a behaviour
+        table = each.table.drop_columns([x for x in ("prompt_ids", "completion_ids") if x in each.table.column_names])
+        answers, size = table.to_pylist(), rewards.shape[1]
+        for answer in answers:
+            if messages := answer.pop("messages", None):
+                answer["prompt"] = json.loads(messages)
+        for prompt, order in enumerate(rewards.argsort(axis=1, kind="stable").tolist()):
+            for rank, place in enumerate(order):
+                rows.setdefault((prompt, rank), {})[name] = answers[prompt * size + place]
+        metrics[name] = {"mean": float(rewards.mean())}
+        if threshold is not None:
+            metrics[name] |= _values("prob_bad", tails.prob_below(rewards, threshold))
+    write_answers(path, list(rows.values()), metrics)
+
+
+def write_answers(
+    path: str | Path, rows: list[dict[str, dict[str, Any]]], metrics: Mapping[str, Mapping[str, float]]
+) -> None:
+    """
+    Writes a log as [`write_inspect_log`] of answers by name, one or several a row. An answer has `prompt`, a text or messages, `completion`
+    and `reward`; the rest is metadata. `metrics` are those of each name.
+    """
+    rows = sorted(rows, key=lambda row: min(each["reward"] for each in row.values()))
+    model = " and ".join(metrics)
+    log = EvalLog(
+        status="success",
+        eval=EvalSpec(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            task=_VIEWED,
+            dataset=EvalDataset(samples=len(rows)),
+            model=model,
+            config=EvalConfig(),
+        ),
+        results=EvalResults(
+            total_samples=len(rows),
+            completed_samples=len(rows),
+            scores=[
+                EvalScore(name=name, scorer=name, metrics={key: EvalMetric(name=key, value=it[key]) for key in it})
+                for name, it in metrics.items()
+            ],
+        ),
+        samples=[_shown(number, row, model) for number, row in enumerate(rows, 1)],
+    )
+    write_eval_log(log, str(path))
+
+
+def write_training_log(path: str | Path, output_dir: str | Path) -> None:
+    """
+    Writes the completions that a run with `log_completions=True` has stored, as [`write_inspect_log`]. Those without a reward are left out.
+
+    Raises:
+        `ValueError`: If there are none.
+    """
+    rows = []
+    for file in sorted(Path(output_dir).glob("completions/*.parquet")):
+        table = pq.read_table(file)
+        # With one reward function its column is the reward, and the first behind the texts
+        name = "reward" if "reward" in table.column_names else table.column_names[3]
+        for row in table.to_pylist():
+            reward, text = row[name], row["completion"]
+            if reward is not None and np.isfinite(reward):
+                text = text if isinstance(text, str) else "\n\n".join(each.get("content") or "" for each in text)
+                rows.append({"policy": row | {"completion": text, "reward": float(reward)}})
+    if not rows:
+        raise ValueError(f"`{output_dir}` has no stored completions; train with `log_completions=True`.")
+    write_answers(path, rows, {"policy": {"mean": float(np.mean([row["policy"]["reward"] for row in rows]))}})
+
+
+def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> EvalSample:
+    """A row of answers as a sample of a log."""
+    worst = min(row.values(), key=lambda each: each["reward"])
+    prompt = _messages(worst["prompt"])
+    scores, answers = {}, []
+    for name, each in row.items():
+        text = each["completion"]
+        scores[name] = Score(
+            value=each["reward"],
+            answer=text,
+            metadata=finite_json({key: it for key, it in each.items() if key != "completion"}),
+        )
+        label = f"{name}, reward {each['reward']:.3g}:\n\n" if len(row) > 1 else ""
+        answers.append(ChatMessageAssistant(content=label + text))
+    return EvalSample(
+        id=number,
+        epoch=1,
+        input=worst["prompt"] if isinstance(worst["prompt"], str) else prompt,
+        target="",
+        messages=[*prompt, *answers],
+        output=ModelOutput.from_content(model, worst["completion"]),
+        scores=scores,
+    )
 
 
 def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> SampleSet:
@@ -227,6 +363,8 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         raise ValueError(
             f"`{path}` cannot be read as a log of Inspect ({type(error).__name__}: {error}); name a finished log."
         ) from error
+    if log.eval.task == _VIEWED:
+        raise ValueError(f"`{path}` was written for `inspect view`; name the folder of samples that it shows.")
     samples, epochs = sorted(log.samples or [], key=lambda each: each.epoch), log.eval.config.epochs or 1
     rows: dict[Any, list[Any]] = {}
     for each in samples:

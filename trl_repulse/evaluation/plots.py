@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .._numbers import is_bad, kl_per_completion
-from .tails import Estimate
+from .comparison import Comparison
 
 
 MODELS = {  # label, colour, line style
@@ -159,31 +159,26 @@ def plot_rewards(
     _save(figure, path)
 
 
-def plot_attack_success(
-    curve: dict[str, list[tuple[float, Estimate]]], path: str | Path, thresholds: Sequence[float] = ()
-) -> None:
-    """Draws the attack success rate of [`~trl_repulse.evaluation.gcg.results.success_curve`], before and after the
-    attack, against the threshold below which a response is bad; `thresholds` are marked."""
-    figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-    panel = figure.subplots()
-    ends = [score for points in curve.values() for score, _ in points]
-    margin = 0.05 * (max(ends) - min(ends)) or 1.0 if ends else 1.0
-    for (phase, points), (_, colour, style) in zip(curve.items(), MODELS.values(), strict=True):
-        if not points:
-            continue
-        x = [min(ends) - margin, *(score for score, _ in points), max(ends) + margin]
-        rates = [estimate for _, estimate in points]
-        value, low, high = ([getattr(rate, name) for rate in rates] for name in ("value", "low", "high"))
-        line = {"color": colour, "linestyle": style, "linewidth": 2.0, "where": "post", "label": phase}
-        panel.step(x, [0.0, *value, value[-1]], **line)
-        band = {"color": colour, "alpha": 0.15, "step": "post", "linewidth": 0}
-        panel.fill_between(x[1:], [*low, low[-1]], [*high, high[-1]], **band)
-    for threshold in thresholds:
-        panel.axvline(threshold, color=_FAINT, linewidth=1.2, zorder=0)
-    panel.set_ylim(-0.02, 1.02)
-    _tidy(panel, "threshold under which a response is bad", "attack success rate")
-    if ends:
-        panel.legend(frameon=False, fontsize=9, labelcolor=INK)
+def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None:
+    """Draws P(r < η) of each model, and the differences to the first one with their paired intervals, a row for each η."""
+    first = comparisons[0]
+    names = [name for name in first.differences if name.startswith("P(")]
+    figure = Figure(figsize=(8.4, 1.0 + (0.6 + 0.3 * len(comparisons)) * max(len(names), 1)), layout="constrained")
+    panels = figure.subplots(len(names), 2, squeeze=False)
+    for (shares, changes), name in zip(panels, names, strict=True):
+        models = [first.names[0], *(each.names[1] for each in comparisons)]
+        found = [each.differences[name] for each in comparisons]
+        shares.barh(models, [found[0].first, *(each.second for each in found)], color=_COLOURS[1], height=0.5)
+        for model, each in zip(models[1:], found, strict=True):
+            changes.plot([each.low, each.high], [model, model], color=_COLOURS[0], linewidth=2.0)
+            changes.plot(each.value, model, "o", color=_COLOURS[0], markersize=5)
+        changes.axvline(0, color="#999999", linewidth=1.2, zorder=0)
+        _tidy(shares, name, "")
+        _tidy(changes, f"difference to {models[0]}, {100 * first.confidence:g} % interval", "")
+        for panel in (shares, changes):
+            panel.grid(axis="x", color=_FAINT, linewidth=0.8)
+            panel.margins(y=0.3)
+            panel.invert_yaxis()
     _save(figure, path)
 
 

@@ -49,8 +49,7 @@ from ..data._prompts import (
     warn_of_template,
 )
 from ..data._texts import check_added_tokens, completion_texts, joins
-from ..engine.diagnosis import BY_TRAINERS, UPDATES, diagnose
-from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, drop_batch_means, mean, pool, pool_all
+from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, Watch, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
 from ..engine.records import (
     EARLIER_NEGATIVES,
@@ -216,8 +215,6 @@ class BaseTrainer(GRPOTrainer):
     _fitting_prompts: tuple[float, float] = (0, 0)  # as `data._checks.fitting_prompts` gives, once a batch was checked
     _has_begun = False  # whether the negative data in the folder are this run's
     _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
-    _next_look = 1  # update from which the log is looked at again
-    _told: frozenset[str] = frozenset()  # symptoms that the user was told of
 
     def __init__(
         self,
@@ -327,6 +324,7 @@ class BaseTrainer(GRPOTrainer):
     def _build_services(self) -> None:
         """Makes what steps are made of, once TRL has built the trainer: logs, drawing, scoring."""
         self._logs_of_run = Logs(self.accelerator, self._metrics, self.model)
+        self._watch = Watch(self.args, self.callback_handler)
         self._tables = Tables(
             self._logs_of_run,
             self.args,
@@ -684,6 +682,8 @@ class BaseTrainer(GRPOTrainer):
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         check_eval_batch(self.args)
+        if not self.is_in_train:
+            self._watch.trackers.reopen(self.state, self.model)
         metrics = self._metrics["eval"]
         metrics.clear()  # of an evaluation that failed
         self._logs_of_run.drop()
@@ -710,16 +710,10 @@ class BaseTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
-        if self._negative is not None:
-            self._tables.show_extra()
-        step = self.state.global_step
-        if self.model.training and step >= self._next_look:
-            # Reads the whole log, and therefore ever less often
-            self._next_look = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
-            for finding in diagnose(self.state.log_history, vars(self.args)).findings:
-                if finding.symptom in BY_TRAINERS and finding.symptom not in self._told:
-                    logger.warning(str(finding))
-                    self._told |= {finding.symptom}
+        if self.accelerator.is_main_process and self.args.log_completions:
+            self._tables.show(self._watch.trackers)
+        if self.model.training:
+            self._watch.look(self.state)
 
     # Several processes
 

@@ -115,17 +115,6 @@ def _rates(scores: dict[str, np.ndarray], threshold: float, k: Sequence[int], le
     return rates
 
 
-def success_curve(records: Sequence[dict[str, Any]], level: float = 0.95) -> dict[str, list[tuple[float, Estimate]]]:
-    """For `"before"` and `"after"`, the lowest score of each target in rising order, with the success rate at a
-    threshold just above it and its interval of coverage `level`."""
-    curve = {}
-    for phase, scores in all_scores(records).items():
-        lowest = scores.min(axis=1, keepdims=True).astype(np.float32)
-        above = [(float(x), float(np.nextafter(x, np.float32(np.inf)))) for x in np.unique(lowest)]
-        curve[phase] = [(score, prob_below(lowest, threshold, level)) for score, threshold in above]
-    return curve
-
-
 def format_report(summary: dict[str, Any]) -> str:
     """The summary that [`summarize`] returned, as text of several lines."""
     counts, coverage = summary["targets"], f"{100 * summary['level']:g} %"

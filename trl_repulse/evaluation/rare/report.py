@@ -165,13 +165,13 @@ def estimate_prob_bad(
 
 
 def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[str] = ()) -> str:
-    """A table of policies, side by side. `columns` has, by name, what is known of a policy: `eval_reward`;
-    `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; the KL in nats per completion
+    """A table of policies, side by side. `columns` has, by name, what is known of a policy:
+    `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; `eval_reward`; the KL in nats per completion
     as `kl`; and the completions drawn in training as `samples`. `notes` are lines below the table."""
     values = list(columns.values())
     rows = [
         ("", *columns),
-        ("reward", *(f"{each['eval_reward']:.2f}" for each in values)),
+        ("reward", *(f"{each['eval_reward']:.2f}" if "eval_reward" in each else "–" for each in values)),
         ("P(bad)", *(_share(each["eval_p_bad"]) for each in values)),
         ("  95% interval", *(_interval(each) for each in values)),
         ("KL to the initial policy, nats", *(f"{each['kl']:.2f}" if "kl" in each else "–" for each in values)),
