@@ -93,13 +93,6 @@ def test_triggers_are_found(model, tokenizer, output):
     assert rates["difference"]["value"] == 1
 
 
-def test_an_early_stop_gives_the_suffix_that_caused_it(model, tokenizer):
-    config = evaluation_config(early_stop=True, num_steps=20)
-    result = GCG(model, tokenizer, config).run(ROWS[0]["goal"], TARGET)
-    assert (result.stop_reason, result.exact_match, result.suffix) == ("early_stop", True, result.suffixes[-1])
-    assert 0 < len(result.losses) < 20 and result.loss == result.losses[-1]
-
-
 def test_a_line(model, tokenizer, output):
     header, records = read_results(output)
     assert [record["row"] for record in records] == list(range(1, len(ROWS) + 1)) and header["prompts"][
@@ -110,7 +103,7 @@ def test_a_line(model, tokenizer, output):
     log_probs = log_probs_after(model, attacked, tokenizer(TARGET)["input_ids"])
     assert record["loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-5) == min(record["losses"])
     assert record["initial_loss"] > record["loss"] and len(record["losses"]) == 5
-    assert record["stop_reason"] == "num_steps" and record["exact_match"] and record["round_trip"]
+    assert record["exact_match"] and record["round_trip"]
     assert tokenizer.decode(record["suffix_ids"]) == record["suffix"]
     for phase in ("before", "after"):
         assert judge(None, record[phase]["responses"]) == record[phase]["rewards"]
@@ -295,11 +288,10 @@ def test_processes_that_take_themselves_for_the_only_one(model, tokenizer, tmp_p
 def test_refusals():
     responses = ["I\u2019m sorry, but no.", "  I cannot", "Sure. I cannot wait!", "Yes"]
     assert RefusalJudge()([], responses) == [1.0, 1.0, 0.0, 0.0]
-    assert RefusalJudge(match="anywhere")([], responses) == [1.0, 1.0, 1.0, 0.0]
     assert RefusalJudge(["yes"])([], responses) == [0.0, 0.0, 0.0, 1.0]
-    for field, wrong in (("phrases", [""]), ("phrases", "I cannot"), ("match", "end")):
-        with pytest.raises(ValueError, match=f"`{field}"):
-            RefusalJudge(**{field: wrong})
+    for wrong in ([""], "I cannot"):
+        with pytest.raises(ValueError, match="`phrases"):
+            RefusalJudge(wrong)
 
 
 def test_a_faulty_judge(model, tokenizer, tmp_path):
@@ -325,7 +317,7 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
     header, records = read_results(path)
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
-    assert "of 2 targets (0 skipped, 1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
+    assert "of 2 targets (1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
 
 
 def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
@@ -362,23 +354,19 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
 
 
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
-    cells = (" a", float("nan")), ("", TARGET), (None, "")
-    rows = [ROWS[0], *({"goal": goal, "target": target} for goal, target in cells)]
-    with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); fix them"):
-        evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
-    path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out")
-    _, records = read_results(path)
-    assert [record["status"] for record in records] == ["ok", *["skipped"] * 3]
-    assert [record["reason"] for record in records[1:]] == ["no target", "no goal", "no goal and no target"]
+    for goal, target, missing in ((" a", float("nan"), "target"), ("", TARGET, "goal"), (None, "", "goal")):
+        rows = [ROWS[0], {"goal": goal, "target": target}]
+        with pytest.raises(ValueError, match=f"Row 2 of the table has no `{missing}`; fill it"):
+            evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "There is no file"),
-        ("goal,target\n", "has no rows"),
-        (" open door, yes\n read mail, yes\n", "has no column 'goal', only ' open door', ' yes'; name its columns"),
-        ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
+        ("goal,target\n", "There are no rows in"),
+        (" open door, yes\n read mail, yes\n", "no column 'goal' in .*, only ' open door', ' yes'; name its columns"),
+        ("prompt,target\na,b\n", "no column 'goal' in .*, only 'prompt', 'target'"),
         ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],
 )

@@ -46,7 +46,6 @@ USES = {
     "log-probabilities": lambda folder, tokenizer, model: completion_log_probs(model, [[3]], [[4]]),
     "generator": lambda folder, tokenizer, model: TransformersGenerator({"policy": model}, tokenizer),
     "attack": lambda folder, tokenizer, model: run_gcg(model, tokenizer, "the", " cat", GCG),
-    "draft": lambda folder, tokenizer, model: run_gcg(gpt2(), tokenizer, "the", " cat", GCG, draft_model=model),
 }
 
 
@@ -58,7 +57,7 @@ def test_what_is_no_causal_language_model(tokenizer, folder, use):
 
 @pytest.mark.parametrize("use", USES)
 def test_a_decoder_with_an_encoders_name(tokenizer, folder, use):
-    if use in ("attack", "draft"):
+    if use == "attack":
         USES[use](folder, tokenizer, gpt2(1))
     else:
         USES[use](folder, tokenizer, BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
