@@ -181,8 +181,7 @@ def test_the_columns_that_are_foretold_are_those_that_are_written(command, tmp_p
     known = []
     check = evaluate._check_column
     monkeypatch.setattr(evaluate, "_check_column", lambda *given: known.append(given) or check(*given))
-    transform = ["--reward_transform", "exponential", "--reference", model_dirs["gpt2"]]
-    assert command(*transform, "--column", "rewards/reward") == 0
+    assert command("--reference", model_dirs["gpt2"], "--column", "rewards/reward") == 0
     samples = load_samples(tmp_path / "s")
     with pytest.raises(ValueError, match="it has ") as written:
         samples.column("none")

@@ -139,7 +139,6 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
             ["--chat_template_kwargs", '{"thinking": false}'],
             "`chat_template_kwargs` has no effect on prompts of plain",
         ),
-        (["--reward_transform_alpha", "2"], "`--reward_transform_alpha` has no effect without `--reward_transform`"),
     ],
 )
 def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, message):

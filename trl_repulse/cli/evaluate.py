@@ -22,10 +22,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shard_size": {"type": int, "help": "completions written at a time (256)"},
     "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
     "reward_weights": {"type": float, "nargs": "+", "help": "weight of each reward (1)"},
-    "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
-    "reward_transform_alpha": {"type": float, "help": "the transform's a (1)"},
-    "reward_transform_beta": {"type": float, "help": "the exponential transform's b (-1)"},
-    "reward_transform_threshold": {"type": float, "help": "the indicator transform's threshold"},
     "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
     "revision": {"help": "branch, tag or commit of the model on the Hub"},
     "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
@@ -154,9 +150,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
     if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
         raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
-    for name in SETTINGS:
-        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
-            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
     check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
 
 
@@ -173,7 +166,7 @@ def _sample(args: argparse.Namespace) -> None:
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     prompts = named_prompts(args)
     rewards = _load_rewards(args)
-    _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
+    _check_column(args.column, rewards, args.reference is not None)
     sample_completions(
         args.folders[0],
         args.model,
@@ -186,12 +179,11 @@ def _sample(args: argparse.Namespace) -> None:
     )
 
 
-def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
+def _check_column(column: str, rewards: Any, has_reference: bool) -> None:
     """Refuses a column that the samples will not have."""
     from ..models._loading import _adapter_config
 
     known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
-    known += ["return_transformed"] if transformed else []
     known += ["kl", "log_prob_reference"] if has_reference else []
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):  # an adapter goes by the name of its base
