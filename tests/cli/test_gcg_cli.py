@@ -31,7 +31,7 @@ from ..reward_models import save_model
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "examples" / "configs" / "gcg_eval" / "gcg-1.yaml"
 COMMAND = next(c for c in json.loads((ROOT / "tests" / "experiments.json").read_text()) if c["method"] == "gcg")
-SAID_NO = f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no"
+SAID_NO = f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge"
 
 
 @pytest.fixture(scope="module")
@@ -202,21 +202,11 @@ def test_a_path_alone_is_a_classifier_as_in_training():
     texts = [prompt["prompt"] for prompt in two_tokens.load_prompts()][:2]
     _, expected = as_function(path, None, torch.device("cpu"))
     completions = [" is", " was"]
-    assert judge(texts, completions) == expected(prompts=texts, completions=completions)
-    assert identify_reward(judge.reward.unchecked)["code"] and judge.__name__ == Path(path).name
+    assert judge(prompts=texts, completions=completions) == expected(prompts=texts, completions=completions)
+    assert identify_reward(judge.unchecked)["code"] and judge.__name__ == Path(path).name
     assert isinstance(load_judge(GCGRunArguments("model", "table.csv"), GCGEvaluationConfig()), RefusalJudge)
     with pytest.raises(ValueError, match="has no effect with `reward_type='refusal'`"):
         load_judge(replace(run, reward_type="refusal"), GCGEvaluationConfig())
-
-
-def test_a_function_reads_what_it_reads_in_training(tmp_path):
-    """Messages with a chat template, and plain text without."""
-    (tmp_path / "r.py").write_text(
-        "def kinds(prompts, completions):\n    return [float(type(p) is str) for p in prompts]\n"
-    )
-    run = GCGRunArguments("model", "table.csv", reward_type=f"{tmp_path / 'r.py'}:kinds")
-    for prompt_format, score in (("raw", 1.0), ("chat", 0.0)):
-        assert load_judge(run, GCGEvaluationConfig(prompt_format=prompt_format))(["a"], ["b"]) == [score]
 
 
 def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):

@@ -18,7 +18,6 @@ from trl_repulse.evaluation.gcg import (
     GCGError,
     GCGResult,
     RefusalJudge,
-    RewardJudge,
     evaluate_gcg,
     evaluator,
     format_report,
@@ -171,7 +170,7 @@ def test_ended_at_three_moments(model, tokenizer, output, tmp_path, monkeypatch)
     config = evaluation_config(save_responses=True)
     for module, name, number in (
         (evaluator, "_evaluate", 2),
-        (evaluator, "read_rewards", 1),
+        (evaluator, "evaluate_rewards", 1),
         (records.os, "replace", 1),
     ):
         original, calls = getattr(module, name), []
@@ -200,7 +199,7 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     config = {name: value for name, value in settings.items() if value is not None} | {
         "model_name_or_path": str(tmp_path / "model"),
         "table": str(table),
-        "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no",
+        "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge",
         "output": str(tmp_path / "out"),
         "threshold": [-4.0],
     }
@@ -219,9 +218,9 @@ def test_two_processes(model, tokenizer, output, tmp_path):
 def test_what_the_judge_reads(model, tokenizer, tmp_path):
     calls = []
 
-    def watch(goals, responses):
-        calls.append(goals)
-        return judge(goals, responses)
+    def watch(prompts, completions):
+        calls.append([message["content"] for (message,) in prompts])
+        return judge(prompts, completions)
 
     for include in (False, True):
         config = evaluation_config(num_steps=1, num_samples=2, include_suffix=include)
@@ -236,15 +235,10 @@ def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
     folder, _ = save_model(tmp_path / "reward", "deberta", reward_tokenizer)
     reward = SequencePairReward(folder, device="cpu", name="pair")
     config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    results = []
-    for number, scores in enumerate((reward, RewardJudge(reward))):
-        path = evaluate_gcg(model, tokenizer, ROWS[:1], scores, config, tmp_path / f"{number}")
-        header, (record,) = read_results(path)
-        assert list(header["rewards"]) == ["pair"]
-        expected = reward([ROWS[0]["goal"]] * 2, record["after"]["responses"])
-        assert record["after"]["rewards"] == pytest.approx(expected, abs=1e-5)
-        results.append(record["after"]["rewards"])
-    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    header, (record,) = read_results(evaluate_gcg(model, tokenizer, ROWS[:1], reward, config, tmp_path / "out"))
+    assert list(header["rewards"]) == ["pair"]
+    expected = reward([ROWS[0]["goal"]] * 2, record["after"]["responses"])
+    assert record["after"]["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
@@ -264,8 +258,6 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
         for j, other in enumerate(headers[i + 1 :], i + 1):
             alike = (i, j) in ((4, 6), (5, 7))
             assert (header_difference(one, other) is None) == alike, (i, j)
-    wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())
-    assert header_difference(wrapped, headers[2]) is None
 
 
 def test_an_asynchronous_judge(model, tokenizer, tmp_path):
@@ -273,7 +265,7 @@ def test_an_asynchronous_judge(model, tokenizer, tmp_path):
         return [float(len(completion[0]["content"])) for completion in completions]
 
     config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    path = evaluate_gcg(model, tokenizer, ROWS[:1], RewardJudge(reward), config, tmp_path / "out")
+    path = evaluate_gcg(model, tokenizer, ROWS[:1], reward, config, tmp_path / "out")
     record = read_results(path)[1][0]
     assert record["after"]["rewards"] == [len(response) for response in record["after"]["responses"]]
 
@@ -297,11 +289,11 @@ def test_refusals():
 def test_a_faulty_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2)
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: [0.0], config, tmp_path / "a")
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: [0.0], config, tmp_path / "a")
 
-    with pytest.raises(ValueError, match="The judge returned nan for completion 0 of 4"):
+    with pytest.raises(ValueError, match="returned nan for completion 0 of 4"):
         nan = [float("nan")] * 4
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: nan, config, tmp_path / "b")
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: nan, config, tmp_path / "b")
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):

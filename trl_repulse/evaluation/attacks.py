@@ -167,8 +167,7 @@ class OnBehavior:
 
 def refusal(prompts: list, completions: list, **_: Any) -> list[float]:
     """Reward −1 for an answer that begins with a phrase of refusal ([`~trl_repulse.evaluation.gcg.RefusalJudge`]), otherwise 0."""
-    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-    return [-float(score or 0.0) for score in RefusalJudge()([], texts)]
+    return [-score for score in RefusalJudge()(prompts, completions)]
 
 
 def attempts(
