@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_repulse.cli import evaluate
 from trl_repulse.cli.evaluate import SETTINGS
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.log_probs import negative_log_probs
@@ -58,22 +57,6 @@ def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
     assert "☕" in json.loads(output.read_text())["per_prompt"] and figure.is_file()
 
 
-def test_evaluate_command_reads_rewards_of_any_size(tmp_path, capsys):
-    """As an exponential transform makes them: the squares of their variances are no floats."""
-    rewards, found = -np.random.default_rng(0).exponential(size=(3, 8, 200)), []
-    for factor in (1.0, 1e104):
-        names = [tmp_path / f"{factor}-{i}" for i in range(3)]
-        folders = [
-            str(write_samples(*each, str(i))) for i, each in enumerate(zip(names, factor * rewards, strict=True))
-        ]
-        assert main(["evaluate", *folders, "--levels", "0.2", "--output", str(tmp_path / "report.json")]) == 0
-        found.append(json.loads((tmp_path / "report.json").read_text())["overall"])
-    assert "| CVaR 0.2 | -2.6" in capsys.readouterr().out
-    for name in ("mean", "CVaR 0.2"):
-        ends = [found[0][name][end] * 1e104 for end in ("low", "high")]
-        assert [found[1][name][end] for end in ("low", "high")] == pytest.approx(ends)
-
-
 def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
     (tmp_path / "second.py").write_text(
         "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
@@ -122,7 +105,6 @@ def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_pat
         (["--reward_type", "toxicity"], "`reward_model_path`"),
         (["--beta", "1"], "needs a `reference`"),
         (["--levels", "2"], "`level=2.0`"),
-        (["--column", "kl"], "none of what these samples will have"),
     ],
 )
 def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
@@ -175,23 +157,6 @@ def never(monkeypatch):
 
     monkeypatch.setattr("trl_repulse.evaluation.sampling.load_model", load)
     monkeypatch.setattr("trl_repulse.evaluation.sampling.load_tokenizer", load)
-
-
-def test_the_columns_that_are_foretold_are_those_that_are_written(command, tmp_path, model_dirs, monkeypatch):
-    known = []
-    check = evaluate._check_column
-    monkeypatch.setattr(evaluate, "_check_column", lambda *given: known.append(given) or check(*given))
-    assert command("--reference", model_dirs["gpt2"], "--column", "rewards/reward") == 0
-    samples = load_samples(tmp_path / "s")
-    with pytest.raises(ValueError, match="it has ") as written:
-        samples.column("none")
-    with pytest.raises(ValueError, match="will have: ") as foretold:
-        check("none", *known[0][1:])
-
-    def names(error, before):
-        return set(str(error.value).rpartition(before)[2].rstrip(".").split(", "))
-
-    assert names(foretold, "will have: ") == names(written, "it has ")
 
 
 @pytest.mark.usefixtures("never")

@@ -127,7 +127,6 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
         (["--thresholds", "nan"], "`threshold` is NaN"),
         (["--confidence", "95"], "`confidence=95.0`"),
         (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
-        (["--column", "rewards/typo"], "`--column rewards/typo` is none of what these samples will have: reward, "),
         (["--reward_weights", "1", "2"], "`reward_weights` has 2 weights for 1 rewards"),
         (["--model", "./nosuch"], "There is no file or folder `./nosuch`, which `model` names"),
         (["--engine", "vllm", "--engine_kwargs", '{"dtype": "bfloat16"}'], "`engine_kwargs` has `dtype`"),
