@@ -22,7 +22,6 @@ from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
 from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
 from .gcg.evaluator import LABELS, RefusalJudge
-from .gcg.results import all_scores, read_results
 from .records import SampleSet, write_atomically
 from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
@@ -298,12 +297,6 @@ def run_attacks(
         attack.name: sample_completions(folder, model, rows, judge, its_settings, **options)
         for attack, folder, (rows, its_settings) in zip(attacks, folders, made, strict=True)
     }
-
-
-def gcg_scores(folder: str | Path) -> np.ndarray:
-    """Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks. Raises `ValueError` if there
-    are none."""
-    return all_scores(read_results(folder)[1])["after"]
 
 
 def attack_report(

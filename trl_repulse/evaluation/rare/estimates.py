@@ -5,6 +5,7 @@ Axis letters: P prompts, N completions per prompt, K components.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -336,12 +337,8 @@ def _count(
     return _count_interval(log_x, counts, confidence, log_weight)
 
 
-def weighted_quantile(sample: MixtureSample, level: float) -> float:
-    """The lowest reward up to which completions have probability `level` under the policy, by their weights."""
-    return _weighted_quantiles(sample, [level])[0]
-
-
-def _weighted_quantiles(sample: MixtureSample, levels: list[float]) -> list[float]:
+def weighted_quantiles(sample: MixtureSample, levels: Sequence[float]) -> list[float]:
+    """For each level the lowest reward up to which completions have that probability under the policy, by their weights."""
     rewards, order = sample.rewards.double().flatten().sort(stable=True)
     cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
     return [float(rewards[min(int((cumulative < math.log(level)).sum()), len(rewards) - 1)]) for level in levels]
@@ -358,7 +355,7 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     check_share("confidence", confidence)
     check_share("level", level)
-    quantile, *around = _weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
+    quantile, *around = weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
