@@ -71,7 +71,6 @@ def test_the_report_counts_behaviours_once():
 
 
 def test_augmented_text_has_the_letters_of_the_text():
-    assert augmented("the cat sat", random.Random(0), 0.0) == "the cat sat"
     texts = {augmented("describe the weather", random.Random(seed)) for seed in range(20)}
     assert len(texts) == 20
     lower = [text.lower() for text in texts]

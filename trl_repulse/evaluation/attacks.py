@@ -122,7 +122,7 @@ def _folder(attack: Attack) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in attack.name)
 
 
-def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> str:
+def augmented(text: str, rng: random.Random) -> str:
     """
     A text with letters scrambled inside words, in random case, and some moved to their neighbours in ASCII.
 
@@ -135,7 +135,7 @@ def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> 
         rng.shuffle(inner)
         return word[0] + "".join(inner) + word[-1]
 
-    often, seldom = strength**0.5, strength**3
+    often, seldom = AUGMENTATION**0.5, AUGMENTATION**3
     words = [scrambled(word) if len(word) > 3 and rng.random() < often else word for word in text.split(" ")]
     letters = [letter.swapcase() if rng.random() < often else letter for letter in " ".join(words)]
     return "".join(
