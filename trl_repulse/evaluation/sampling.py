@@ -113,10 +113,7 @@ def check_early(
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
     for name in ("model", "dtype", "revision", "generation_config"):
         if name in (engine_kwargs or {}):
-            raise ValueError(
-                f"`engine_kwargs` has `{name}`, which sampling itself sets; leave it out"
-                + (f" and set `{name}`." if name != "generation_config" else ".")
-            )
+            raise ValueError(f"`engine_kwargs` has `{name}`, which sampling itself sets; leave it out.")
 
 
 def sample_completions(
