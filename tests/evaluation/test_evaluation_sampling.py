@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.worlds.exact import ExactEvaluator
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation import records, sampling
-from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.transformed import TransformedReward
@@ -89,16 +88,6 @@ def test_models_nearly_alike_draw_independently(tmp_path, model_dirs, prompts):
         samples = sample(tmp_path / name, str(tmp_path / "models" / name), prompts, num_samples=100, shard_size=100)
         drawn.append(samples.table["completion_ids"].to_pylist())
     assert np.mean([a == b for a, b in zip(*drawn, strict=True)]) < 0.5
-
-
-def test_log_probs_do_not_depend_on_the_batch(model_dirs):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
-    prompts, completions = [[3], [4, 5, 6, 7], [8, 9]], [[12, 1], [], [13, 14, 15]]
-    together, alone = completion_log_probs(model, prompts, completions), []
-    alone = [completion_log_probs(model, [p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
-    assert together[0].tolist() == pytest.approx(torch.cat(alone).tolist(), abs=1e-5) and together[0][1] == 0
-    with pytest.raises(ValueError, match="no token"):
-        completion_log_probs(model, [[]], [[3]])
 
 
 @pytest.mark.thorough

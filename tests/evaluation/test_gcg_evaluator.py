@@ -122,25 +122,6 @@ def test_results_do_not_depend_on_order_shards_or_resuming(model, tokenizer, out
     assert by_goal[0] == by_goal[1]
 
 
-def test_samples_have_the_models_own_distribution(model, tokenizer, tmp_path):
-    """Whatever its `generation_config` says; and no sample sees another's random numbers twice."""
-    rows = [{"goal": f"{ROWS[0]['goal']} x please x x", "target": TARGET}]  # complies in about half of the cases
-    given = model.generation_config
-    model.generation_config = type(given)(do_sample=True, top_k=1, temperature=0.01, eos_token_id=2)
-    config = evaluation_config(num_steps=1, num_samples=2000, max_new_tokens=6, save_responses=True)
-    try:
-        (record,) = read_results(evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path))[1]
-    finally:
-        model.generation_config = given
-    responses = record["before"]["responses"]
-    yes = log_probs_after(model, prompt_ids(tokenizer, rows[0]["goal"]), tokenizer(" yes")["input_ids"]).exp().item()
-    share = sum(response.startswith(" yes") for response in responses) / 2000
-    assert 0.3 < yes < 0.7 and abs(share - yes) < 4 * (yes * (1 - yes) / 2000) ** 0.5
-    assert (
-        sum(each in (" yes i will", " no i refuse") for each in responses) > 1950
-    )  # ended where the model ended them
-
-
 def test_another_evaluation_is_refused(model, tokenizer, output):
     config, other = evaluation_config(save_responses=True), build_trigger_model(tokenizer, steps=1)
     changed = evaluation_config(save_responses=True, num_samples=6)
@@ -260,23 +241,6 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
             assert (header_difference(one, other) is None) == alike, (i, j)
 
 
-def test_an_asynchronous_judge(model, tokenizer, tmp_path):
-    async def reward(prompts, completions, **columns):
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    path = evaluate_gcg(model, tokenizer, ROWS[:1], reward, config, tmp_path / "out")
-    record = read_results(path)[1][0]
-    assert record["after"]["rewards"] == [len(response) for response in record["after"]["responses"]]
-
-
-def test_processes_that_take_themselves_for_the_only_one(model, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_refusals():
     responses = ["I\u2019m sorry, but no.", "  I cannot", "Sure. I cannot wait!", "Yes"]
     assert RefusalJudge()([], responses) == [1.0, 1.0, 0.0, 0.0]
@@ -290,10 +254,6 @@ def test_a_faulty_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2)
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
         evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: [0.0], config, tmp_path / "a")
-
-    with pytest.raises(ValueError, match="returned nan for completion 0 of 4"):
-        nan = [float("nan")] * 4
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: nan, config, tmp_path / "b")
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):
@@ -310,19 +270,6 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
     assert "of 2 targets (1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
-
-
-def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
-    broken = build_trigger_model(tokenizer, steps=1)
-    broken.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: output.masked_fill((inputs[0] == tokenizer.unk_token_id)[..., None], torch.nan)
-    )
-    rows = [{"goal": " something else", "target": TARGET}, ROWS[0]]  # words that it does not know
-    config = evaluation_config(num_steps=1, num_samples=1)
-    path = evaluate_gcg(broken, tokenizer, rows, judge, config, tmp_path / "out")
-    _, records = read_results(path)
-    assert [record["status"] for record in records] == ["error", "ok"]
-    assert "A loss is nan; try the model in float32" in records[0]["reason"]
 
 
 def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, monkeypatch):

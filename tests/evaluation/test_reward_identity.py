@@ -15,7 +15,7 @@ import torch
 
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation._identity import identify_reward, known_by_name_alone
-from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg, read_results
+from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
 
@@ -106,9 +106,6 @@ def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp
     assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
 
 
-JUDGE = "def f(prompts, completions): return [float(len(each)) for each in completions]\n"
-
-
 @pytest.fixture(scope="module")
 def attacked():
     tokenizer = build_trigger_tokenizer()
@@ -125,17 +122,6 @@ def cut(output):
     (output / "target-00002.json").unlink()
 
 
-def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_path, caplog):
-    output = attack(attacked, make(JUDGE), tmp_path / "out")
-    whole = read_results(output)[1]
-    cut(output)
-    with pytest.raises(ValueError, match=r"begun with another `rewards\..*\.code`"):
-        attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
-    attack(attacked, make(JUDGE), output)
-    assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
-    assert "identified by its name alone" not in caplog.text
-
-
 def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
     output = attack(attacked, remote(SECRET), tmp_path / "out")
     assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
@@ -145,6 +131,9 @@ def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, re
     caplog.clear()
     attack(attacked, remote(SECRET), output)  # which is done
     assert not caplog.text
+
+
+JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
 
 
 def hash_judge(judge):

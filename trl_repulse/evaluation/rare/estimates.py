@@ -383,14 +383,6 @@ def _shortfall(sample: MixtureSample, t: float, level: float, confidence: float)
     return _count_interval(log_x, sample.counts, confidence, nearby + log_mean_depth)
 
 
-def _times_exp(number: float, shift: float) -> float:
-    """number · e^shift, where e^shift alone may overflow."""
-    try:
-        return number * math.exp(shift)
-    except OverflowError:
-        return math.exp(math.log(number) + shift) if number else 0.0
-
-
 def _count_interval(
     log_x: torch.Tensor, counts: tuple[int, ...], confidence: float, log_weight: float = -math.inf
 ) -> tuple[float, float, float, float]:
@@ -407,6 +399,5 @@ def _count_interval(
     high_mean = scale * mean + largest
     high_variance = max(scale**2 * variance, scale * mean * largest * math.exp(log_weight - top)) + largest**2
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
-    mean, low, error = (_times_exp(float(each), shift) for each in (mean, lower, variance**0.5))
-    high = _times_exp(float(upper), top)
-    return mean, low, high, error
+    mean, low, error = (float(each) * math.exp(shift) for each in (mean, lower, variance**0.5))
+    return mean, low, float(upper) * math.exp(top), error
