@@ -43,7 +43,7 @@ from ._generation import (
     vllm_engine,
     vllm_version,
 )
-from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
+from ._identity import identify_model, identify_reward, warn_of_names
 from .log_probs import completion_log_probs
 
 
@@ -232,9 +232,7 @@ def sample_completions(
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
     missing = {number: size for number, size in sizes.items() if not records.has_shard(folder, number, size)}
     if missing and begun:
-        for each, identity in header["rewards"].items():
-            if known_by_name_alone(identity):
-                warn_of_name(folder, each)
+        warn_of_names(folder, header["rewards"])
     done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
     bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
     draws = settings.engine == "transformers"

@@ -19,7 +19,7 @@ from ...models._loading import load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
 from ...rewards.loading import load_reward
 from .._generation import Engine, as_function, evaluate_rewards, hashed_seed, process_state, transformers_engine
-from .._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
+from .._identity import identify_model, identify_reward, warn_of_names
 from ..records import digest, open_folder, write_json
 from .config import GCGEvaluationConfig, GCGRunArguments
 from .engine import GCG, GCGError, check_context
@@ -128,9 +128,8 @@ def evaluate_gcg(
     with state.main_process_first():
         begun = open_folder(folder, header, KIND)
     pending = [row for row in table[index - 1 :: count] if not target_path(folder, row.number).is_file()]
-    for name, identity in header["rewards"].items():
-        if begun and pending and known_by_name_alone(identity):
-            warn_of_name(folder, name)
+    if begun and pending:
+        warn_of_names(folder, header["rewards"])
     state.wait_for_everyone()  # before one of them writes
     share = pending[state.process_index :: state.num_processes]
     for row in tqdm(share, desc="attacks", disable=not state.is_local_main_process):
