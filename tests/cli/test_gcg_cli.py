@@ -72,7 +72,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         assert run("gcg", *config, "--output", results, "--shard", f"{i}/2") == 0
     assert "attack success" in capsys.readouterr().out
     header, records = read_results(results)
-    assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["said_no"]
+    assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["judge"]
 
     report = [
         "--threshold",

@@ -15,6 +15,7 @@ from ...data._prompts import warn_of_template
 from ...data._tables import read_csv
 from ...data._texts import completion_texts
 from ...data.loading import CONTEXT, in_context
+from ...engine.reward_functions import with_checks
 from ...models._loading import load_model, load_tokenizer
 from ...models._model_checks import check_token_ids
 from ...rewards.loading import load_reward
@@ -123,7 +124,8 @@ def evaluate_gcg(
     table = load_table(rows_or_csv, config.scenario, config.max_targets)
     header = make_header(model, tokenizer, table, judge, config)
     attack = GCG(model, tokenizer, config)
-    named = dict([as_function(judge, None, model.device, config.chat_template_kwargs)])
+    (name,) = header["rewards"]
+    named = {name: with_checks(getattr(judge, "unchecked", judge), name)}
     engine = transformers_engine(model, tokenizer, config.max_new_tokens, config.num_samples)
     with state.main_process_first():
         begun = open_folder(folder, header, KIND)
