@@ -303,7 +303,7 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     ("content", "message"),
     [
         (None, "There is no file"),
-        ("goal,target\n", "There are no rows in"),
+        ("goal,target\n", "has no rows"),
         (" open door, yes\n read mail, yes\n", "no column 'goal' in .*, only ' open door', ' yes'; name its columns"),
         ("prompt,target\na,b\n", "no column 'goal' in .*, only 'prompt', 'target'"),
         ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),

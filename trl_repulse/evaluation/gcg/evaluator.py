@@ -198,7 +198,9 @@ def load_table(
         where, rows = "the table", [dict(row) for row in rows_or_csv]
     columns = ["goal", "target"] if scenario == "behaviors" else ["target"]
     if not rows:
-        raise ValueError(f"There are no rows in {where}; give at least one, with {' and '.join(map(repr, columns))}.")
+        raise ValueError(
+            f"No targets: {where} has no rows; give it at least one, with {' and '.join(map(repr, columns))}."
+        )
     found = list(dict.fromkeys(str(name) for row in rows for name in row))
     for name in columns:
         if name not in found:
