@@ -146,16 +146,7 @@ def test_the_example_does_the_same(folder, tmp_path, capsys, example):
 
 
 def test_flags_win_over_the_file(folder):
-    flags = [
-        "--num_steps",
-        "7",
-        "--include_suffix",
-        "--use_prefix_cache",
-        "false",
-        "--threshold",
-        "1",
-        "2",
-    ]
+    flags = "--num_steps 7 --include_suffix --use_prefix_cache false --threshold 1 2".split()
     flags += ["--reward_kwargs", '{"phrases": ["No"]}', "--max_targets", "3"]
     flags += ["--chat_template_kwargs", '{"thinking": false}']
     run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
