@@ -34,6 +34,7 @@ from benchmarks.held_out.evaluate import load_world
 from benchmarks.rare_world import load_tables, train
 from benchmarks.real_text.policy import device_of
 from examples.worlds import two_tokens
+from trl_repulse.evaluation.log_probs import completion_logits
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
@@ -44,7 +45,7 @@ from trl_repulse.evaluation.rare.pilot import (
     policy_components,
     raised_tokens,
 )
-from trl_repulse.evaluation.rare.sampling import Draws, completion_logits, draw
+from trl_repulse.evaluation.rare.sampling import Draws, draw
 from trl_repulse.math.importance import TILTS
 
 
@@ -180,7 +181,7 @@ def two_token_world(folder: Path, name: str) -> World:
     logits, tables = {}, load_tables(folder)
     for key, path in ((POLICY, folder / name), (REFERENCE, two_tokens.policy_path())):
         model = AutoModelForCausalLM.from_pretrained(path)
-        found = [completion_logits(model, ids, rows, [end]) for ids in prompts]
+        found = [completion_logits(model, [ids] * len(rows), [[end], *pairs.tolist()]) for ids in prompts]
         logits[key] = torch.stack([each[0] for each in found])
     counts = torch.stack([each[2] for each in found])
     world = World(f"two tokens, {name}", logits, rows.expand(len(prompts), -1, -1), counts, tables["rewards"], -5.0)

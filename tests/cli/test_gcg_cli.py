@@ -31,7 +31,7 @@ from ..reward_models import save_model
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "examples" / "configs" / "gcg_eval" / "gcg-1.yaml"
 COMMAND = next(c for c in json.loads((ROOT / "tests" / "experiments.json").read_text()) if c["method"] == "gcg")
-SAID_NO = f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no"
+SAID_NO = f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
         assert run("gcg", *config, "--output", results, "--shard", f"{i}/2") == 0
     assert "attack success" in capsys.readouterr().out
     header, records = read_results(results)
-    assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["said_no"]
+    assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["judge"]
 
     report = [
         "--threshold",
@@ -132,17 +132,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     assert "`k=6` must be from 1 to 5" in capsys.readouterr().err
 
 
-def test_screening_by_command(folder, tmp_path, capsys):
-    arguments = ["gcg", "--config", folder / "config.yaml", "--max_targets", "2", "--output"]
-    assert run(*arguments, tmp_path / "a") == 0
-    assert run(*arguments, tmp_path / "b", "--screen_dtype", "bfloat16") == 0
-    suffixes = [[record["suffix"] for record in read_results(tmp_path / name)[1]] for name in ("a", "b")]
-    assert suffixes[0] == suffixes[1]
-    assert read_results(tmp_path / "b")[0]["settings"]["screen_dtype"] == "bfloat16"
-    assert run(*arguments, tmp_path / "c", "--screen_dtype", "int8") == 1
-    assert "invalid choice: 'int8'" in capsys.readouterr().err
-
-
 def test_the_example_does_the_same(folder, tmp_path, capsys, example):
     arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
     assert run("gcg", *arguments, tmp_path / "a") == 0
@@ -154,23 +143,12 @@ def test_the_example_does_the_same(folder, tmp_path, capsys, example):
 
 
 def test_flags_win_over_the_file(folder):
-    flags = [
-        "--num_steps",
-        "7",
-        "--include_suffix",
-        "--early_stop",
-        "false",
-        "--mellowmax",
-        "2.5",
-        "--threshold",
-        "1",
-        "2",
-    ]
-    flags += ["--reward_kwargs", '{"match": "anywhere"}', "--max_targets", "3"]
+    flags = "--num_steps 7 --include_suffix --use_prefix_cache false --threshold 1 2".split()
+    flags += ["--reward_kwargs", '{"phrases": ["No"]}', "--max_targets", "3"]
     flags += ["--chat_template_kwargs", '{"thinking": false}']
     run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
-    assert (config.num_steps, config.include_suffix, config.early_stop, config.mellowmax) == (7, True, False, 2.5)
-    assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"match": "anywhere"})
+    assert (config.num_steps, config.include_suffix, config.use_prefix_cache) == (7, True, False)
+    assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"phrases": ["No"]})
     assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
     assert config.chat_template_kwargs == {"thinking": False}
 
@@ -197,7 +175,7 @@ def test_what_is_refused(capsys, arguments, message):
 def test_judges_that_are_refused(folder, capsys, tmp_path):
     arguments = ["--config", folder / "config.yaml", "--output", tmp_path / "x", "--reward_type"]
     for judge, message in (
-        (["refusal", "--reward_kwargs", '{"prefix": "a"}'], "`refusal` takes `phrases` and `match`"),
+        (["refusal", "--reward_kwargs", '{"prefix": "a"}'], "`refusal` takes `phrases`"),
         (["pairs"], "`reward_type='pairs'` is not one of"),
     ):
         assert run("gcg", *arguments, *judge) == 1
@@ -212,21 +190,11 @@ def test_a_path_alone_is_a_classifier_as_in_training():
     texts = [prompt["prompt"] for prompt in two_tokens.load_prompts()][:2]
     _, expected = as_function(path, None, torch.device("cpu"))
     completions = [" is", " was"]
-    assert judge(texts, completions) == expected(prompts=texts, completions=completions)
-    assert identify_reward(judge.reward.unchecked)["code"] and judge.__name__ == Path(path).name
+    assert judge(prompts=texts, completions=completions) == expected(prompts=texts, completions=completions)
+    assert identify_reward(judge.unchecked)["code"] and judge.__name__ == Path(path).name
     assert isinstance(load_judge(GCGRunArguments("model", "table.csv"), GCGEvaluationConfig()), RefusalJudge)
     with pytest.raises(ValueError, match="has no effect with `reward_type='refusal'`"):
         load_judge(replace(run, reward_type="refusal"), GCGEvaluationConfig())
-
-
-def test_a_function_reads_what_it_reads_in_training(tmp_path):
-    """Messages with a chat template, and plain text without."""
-    (tmp_path / "r.py").write_text(
-        "def kinds(prompts, completions):\n    return [float(type(p) is str) for p in prompts]\n"
-    )
-    run = GCGRunArguments("model", "table.csv", reward_type=f"{tmp_path / 'r.py'}:kinds")
-    for prompt_format, score in (("raw", 1.0), ("chat", 0.0)):
-        assert load_judge(run, GCGEvaluationConfig(prompt_format=prompt_format))(["a"], ["b"]) == [score]
 
 
 def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
@@ -253,11 +221,11 @@ def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
 
 def test_a_file_reads_as_flags_do(folder, tmp_path):
     """PyYAML takes 1e-3 for text, and a single threshold is a number."""
-    text = "threshold: 0.5\nstop_loss: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\nfilter_roundtrip: off\n"
+    text = "threshold: 1e-3\nnum_steps: 7\nsave_responses: true\nmax_targets: null\nfilter_roundtrip: off\n"
     (tmp_path / "config.yaml").write_text(text + "model_name_or_path: m\ntable: t\nreward_kwargs: {match: any}\n")
     arguments, config = parse("--config", str(tmp_path / "config.yaml"))
-    assert arguments.threshold == [0.5] and arguments.reward_kwargs == {"match": "any"}
-    assert (config.stop_loss, config.num_steps, config.save_responses, config.max_targets) == (1e-3, 7, True, None)
+    assert arguments.threshold == [1e-3] and arguments.reward_kwargs == {"match": "any"}
+    assert (config.num_steps, config.save_responses, config.max_targets) == (7, True, None)
     assert config.filter_roundtrip == "off"
     assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
 
@@ -317,7 +285,7 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     quick = ["--num_steps", "2", "--search_width", "16", "--topk", "8", "--suffix_init", " x x x x"]
     example.main(["--config", str(PUBLISHED), *stand_ins, *quick])
     printed = capsys.readouterr().out
-    assert "Bad is a score below -4.0" in printed and "of 4 targets (0 skipped, 0 error" in printed
+    assert "Bad is a score below -4.0" in printed and "of 4 targets (0 error" in printed
     header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
     assert header["settings"]["include_suffix"] is False

@@ -16,7 +16,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULS
 from trl_repulse.data import _texts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
 from trl_repulse.evaluation.callback import BeforeAfterCallback, draw_completions
-from trl_repulse.evaluation.gcg import GCGEvaluationConfig, RewardJudge, evaluate_gcg
+from trl_repulse.evaluation.gcg import GCGEvaluationConfig, evaluate_gcg
 from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw as draw_rare
@@ -228,7 +228,7 @@ def test_raw_attacks_are_judged_by_what_the_model_wrote(world, tmp_path):
         num_steps=1, search_width=4, topk=4, num_samples=8, max_new_tokens=4, prompt_format="raw", include_suffix=True,
         suffix_init=" x x", filter_roundtrip="off", save_responses=True,
     )  # fmt: skip
-    path = evaluate_gcg(model, tokenizer, rows, RewardJudge(reward, as_messages=False), config, tmp_path / "out")
+    path = evaluate_gcg(model, tokenizer, rows, reward, config, tmp_path / "out")
     (record,) = read_results(path)[1]
     for phase, asked in (("before", "the cat"), ("after", "the cat" + record["suffix"])):
         known = [text for prompt, text, _ in reward.read if prompt == asked]
@@ -295,7 +295,7 @@ def readers(tokenizer, model, tmp_path):
             out, model, PROMPTS, Recorder(), settings, tokenizer=tokenizer, progress=False
         ),
         "exact": lambda: ExactEvaluator(tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [5], 1),
-        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, RewardJudge(Recorder()), gcg, tmp_path / "out"),
+        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, Recorder(), gcg, tmp_path / "out"),
         "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 2).complete(PROMPTS, "policy"),
         "negatives": lambda: negative_log_probs(model, tokenizer, path),
         "rare": lambda: draw_rare([model], tokenizer, PROMPTS, Recorder(), (2,), 2),

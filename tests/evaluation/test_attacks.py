@@ -71,7 +71,6 @@ def test_the_report_counts_behaviours_once():
 
 
 def test_augmented_text_has_the_letters_of_the_text():
-    assert augmented("the cat sat", random.Random(0), 0.0) == "the cat sat"
     texts = {augmented("describe the weather", random.Random(seed)) for seed in range(20)}
     assert len(texts) == 20
     lower = [text.lower() for text in texts]
@@ -183,11 +182,6 @@ def test_the_judge_reads_the_behaviour_and_the_whole_answer():
     assert seen[1][:2] == ([MESSAGES], [[{"role": "assistant", "content": "hey there"}]])
 
 
-def test_refusals():
-    texts = [" I'm sorry, but no.", "I\u2019m sorry", "sure, here it is", ""]
-    assert refusal([""] * 4, texts) == [-1.0, -1.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -238,14 +232,12 @@ def test_the_command(tmp_path, capsys):
     assert first["goal"] == rows[0]["prompt"] and first["number_of_queries"] == 4
 
     for more, message in (
-        (["--k", "0", "4"], "`--k 0` must be from 1 to `--num_samples 4`"),
+        (["--k", "1", "5"], "`--k 5` must be from 1 to `--num_samples 4`"),
         (["--threshold", "nan"], "`--threshold nan` must be a finite number"),
         (["--gcg", str(tmp_path / "none")], "none` holds no attacks"),
     ):
         assert main([*words, *more]) == 1
         assert message in capsys.readouterr().err
-    assert main([*words, "--k", "5"]) == 1
-    assert "`--k 5` must be from 1 to `--num_samples 4`" in capsys.readouterr().err
 
 
 LONG = " the cat" * 15  # 30 tokens of a context of 32

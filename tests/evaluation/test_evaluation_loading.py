@@ -124,21 +124,15 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--thresholds", "nan"], "`threshold` is NaN"),
         (["--confidence", "95"], "`confidence=95.0`"),
         (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
         (["--reward_weights", "1", "2"], "`reward_weights` has 2 weights for 1 rewards"),
         (["--model", "./nosuch"], "There is no file or folder `./nosuch`, which `model` names"),
         (["--engine", "vllm", "--engine_kwargs", '{"dtype": "bfloat16"}'], "`engine_kwargs` has `dtype`"),
         (
-            ["--engine", "vllm", "--engine_kwargs", '{"generation_config": 1}'],
-            "`engine_kwargs` has `generation_config`",
-        ),
-        (
             ["--chat_template_kwargs", '{"thinking": false}'],
             "`chat_template_kwargs` has no effect on prompts of plain",
         ),
-        (["--reward_transform_alpha", "2"], "`--reward_transform_alpha` has no effect without `--reward_transform`"),
     ],
 )
 def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, message):

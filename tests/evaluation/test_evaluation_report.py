@@ -172,15 +172,14 @@ def test_a_sample_without_a_return_costs_the_mean_of_it_alone(tmp_path):
     assert list(report.overall) == ["mean"] and report.overall["mean"].value == pytest.approx(other.mean())
 
 
-@pytest.mark.parametrize("name", ["kl", "return_transformed"])
-def test_an_infinite_value_that_nobody_asked_for_costs_its_mean_alone(tmp_path, name):
+def test_an_infinite_value_that_nobody_asked_for_costs_its_mean_alone(tmp_path):
     values = np.random.default_rng(0).normal(size=(2, 50))
     samples = load_samples(write_samples(tmp_path / "s", values))
     other = np.where(np.arange(100) == 7, math.inf, values.ravel())
-    samples = dataclasses.replace(samples, table=samples.table.append_column(name, pa.array(other)))
+    samples = dataclasses.replace(samples, table=samples.table.append_column("kl", pa.array(other)))
     assert list(tail_report(samples, levels=[]).overall) == ["mean", "mean return"]
-    with pytest.raises(ValueError, match=f"1 of 100 samples .* no finite `{name}`"):
-        tail_report(samples, column=name)
+    with pytest.raises(ValueError, match="1 of 100 samples .* no finite `kl`"):
+        tail_report(samples, column="kl")
 
 
 def test_a_table_names_the_units(tmp_path):

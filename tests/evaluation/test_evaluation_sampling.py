@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.worlds.exact import ExactEvaluator
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation import records, sampling
-from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
 from trl_repulse.rewards.transformed import TransformedReward
@@ -42,8 +41,7 @@ sample = functools.partial(sample, num_samples=6, max_completion_length=2, shard
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_columns_are_what_they_say(tmp_path, model_dirs, prompts, tokenizer, architecture):
     other = build_model(architecture, len(tokenizer), seed=1)
-    options = {"beta": 0.5, "reward_transform": "exponential", "reward_transform_alpha": 0.3}
-    samples = sample(tmp_path / "s", model_dirs[architecture], prompts, reference=other, **options)
+    samples = sample(tmp_path / "s", model_dirs[architecture], prompts, reference=other, beta=0.5)
     table = samples.table
     rows = table.to_pylist()
     assert len(rows) == 6 * len(prompts) and samples.prompts == prompts["prompt"]
@@ -58,8 +56,6 @@ def test_columns_are_what_they_say(tmp_path, model_dirs, prompts, tokenizer, arc
         assert row["kl"] == pytest.approx((log_p - log_p0)[where].item(), abs=1e-4)
         assert row["reward"] == row["rewards/word_reward"] == word_reward([row["completion"]])[0]
         assert row["return"] == pytest.approx(row["reward"] - 0.5 * row["kl"])
-        transformed = row["reward"] - 0.3 * np.exp(-row["reward"])
-        assert row["return_transformed"] == pytest.approx(transformed - 0.5 * row["kl"])
         assert row["ended"] == (row["completion_ids"][-1] == tokenizer.eos_token_id)
         assert row["length"] == len(row["completion_ids"])
 
@@ -92,16 +88,6 @@ def test_models_nearly_alike_draw_independently(tmp_path, model_dirs, prompts):
         samples = sample(tmp_path / name, str(tmp_path / "models" / name), prompts, num_samples=100, shard_size=100)
         drawn.append(samples.table["completion_ids"].to_pylist())
     assert np.mean([a == b for a, b in zip(*drawn, strict=True)]) < 0.5
-
-
-def test_log_probs_do_not_depend_on_the_batch(model_dirs):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
-    prompts, completions = [[3], [4, 5, 6, 7], [8, 9]], [[12, 1], [], [13, 14, 15]]
-    together, alone = completion_log_probs(model, prompts, completions), []
-    alone = [completion_log_probs(model, [p], [c])[0] for p, c in zip(prompts, completions, strict=True)]
-    assert together[0].tolist() == pytest.approx(torch.cat(alone).tolist(), abs=1e-5) and together[0][1] == 0
-    with pytest.raises(ValueError, match="no token"):
-        completion_log_probs(model, [[]], [[3]])
 
 
 @pytest.mark.thorough
@@ -292,16 +278,9 @@ def test_what_is_refused(tmp_path, model_dirs, prompts, arguments, message):
     [
         ({"num_samples": 0}, "`num_samples=0`"),
         ({"seed": -1}, "`seed=-1`"),
-        ({"reward_transform": "cube"}, "'cube'"),
-        ({"reward_transform": "indicator"}, "reward_transform_threshold"),
         ({"engine": "other"}, "'other'"),
         ({"beta": float("nan")}, "`beta=nan` must be a finite number"),
         ({"reward_weights": (1.0, float("nan"))}, "`reward_weights=.*` must be finite numbers"),
-        ({"reward_transform_alpha": float("inf")}, "`reward_transform_alpha=inf`"),
-        (
-            {"reward_transform": "indicator", "reward_transform_threshold": float("nan")},
-            "`reward_transform_threshold=nan` must be a finite number",
-        ),
     ],
 )
 def test_settings_out_of_range(settings, message):

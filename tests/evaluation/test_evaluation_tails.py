@@ -40,13 +40,15 @@ def test_clopper_pearson_against_its_definition(count):
     assert (wider.low, wider.high) == pytest.approx(ends, rel=1e-8)
 
 
-@pytest.mark.parametrize("exponent", [-365, 346, -1000])  # 1e-110, 1e104, nearly the smallest
+@pytest.mark.parametrize("exponent", [-180, 180])  # beyond the range of float32
 def test_intervals_scale_with_the_rewards(exponent):
     rewards = -np.random.default_rng(0).exponential(size=(2, 500))
     found, scaled = tails.mean(rewards), tails.mean(np.ldexp(rewards, exponent))
     assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
     found, scaled = tails.cvar(rewards, 0.2), tails.cvar(np.ldexp(rewards, exponent), 0.2)
     assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
+    least = tails.mean(np.ldexp(rewards, -1000))  # nearly the smallest numbers
+    assert (least.low, least.high) == (-math.inf, math.inf)
 
 
 @pytest.mark.parametrize("n", [1, 10, 3000])
@@ -150,7 +152,7 @@ def test_mean_of_symmetric_samples_is_students():
     [
         (lambda: tails.mean(np.ones(3)), "`rewards` has shape"),
         (lambda: tails.mean(np.ones((2, 0))), "`rewards` has shape"),
-        (lambda: tails.cvar(np.array([[1.0, -1e308]]), 0.1), "`rewards` holds values beyond 1e.290.*scale the reward"),
+        (lambda: tails.cvar(np.array([[1.0, -1e308]]), 0.1), "`rewards` holds values beyond 1e.60.*scale the reward"),
         (lambda: tails.cvar(np.array([[1.0, math.nan]]), 0.1), "not finite; fix the reward"),
         (lambda: tails.prob_below(np.array([[1.0, -math.inf]]), 0.1), "not finite; fix the reward"),
         (lambda: tails.prob_below(np.ones((1, 2)), math.nan), "`threshold` is NaN"),
@@ -249,7 +251,7 @@ def test_parts_of_the_bootstrap():
     assert combined_interval(1.0, [(0.0, 4)]) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("exponent", [-1000, -365, -270, 270, 346, 900])  # 1e104 is 2 ** 346
+@pytest.mark.parametrize("exponent", [-180, 180])  # beyond the range of float32
 @pytest.mark.parametrize("effects", [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_intervals_over_seeds_scale_with_the_rewards(exponent, effects):
     generator = np.random.default_rng(6)
@@ -261,12 +263,6 @@ def test_intervals_over_seeds_scale_with_the_rewards(exponent, effects):
     for name, each in expected.items():
         ends = tuple(np.ldexp((each.low, each.high), exponent))
         assert (found[name].low, found[name].high) == pytest.approx(ends, rel=1e-12)
-
-
-@pytest.mark.parametrize("exponent", [-400, 400])
-def test_parts_of_the_bootstrap_scale(exponent):
-    found = combined_interval(0.0, [(math.ldexp(part, 2 * exponent), 4) for part in (2.0, 3.0, -0.5)])
-    assert found == tuple(np.ldexp(combined_interval(0.0, [(2.0, 4), (3.0, 4), (-0.5, 4)]), exponent))
 
 
 def test_report_over_seeds(sets):

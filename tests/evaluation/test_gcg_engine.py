@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from trl_repulse.evaluation.gcg import GCG, GCGConfig, GCGError, GCGEvaluationConfig, run_gcg
-from trl_repulse.evaluation.gcg.engine import SuffixScorer, screened_losses
+from trl_repulse.evaluation.gcg.engine import SuffixScorer
 from trl_repulse.evaluation.gcg.prompt import AttackPrompt, allowed_tokens, build_prompt
 
 from ..gcg_support import (
@@ -45,25 +45,12 @@ def exact(model, tokenizer):
     return run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
 
 
-@pytest.fixture
-def scored(monkeypatch):
-    """The model and number of candidates of each call of a scorer."""
-    losses, calls = SuffixScorer.losses, []
-
-    def count(self, candidates):
-        calls.append((self.model, len(candidates)))
-        return losses(self, candidates)
-
-    monkeypatch.setattr(SuffixScorer, "losses", count)
-    return calls
-
-
 @pytest.mark.parametrize("n_replace", [1, 2])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma", "gemma3", "mistral"])
 def test_strings_and_losses_are_those_of_the_plain_algorithm(tokenizer, architecture, n_replace, caplog):
     model = build_model(architecture, VOCABULARY)
     prompt = build_prompt(tokenizer, GOAL, TARGET)
-    allowed = allowed_tokens(tokenizer, VOCABULARY, False)
+    allowed = allowed_tokens(tokenizer, VOCABULARY)
     draws = {"topk": 40, "n_replace": n_replace, "seed": 3}
     around = (prompt.before_ids, prompt.after_ids, TARGET, allowed, " x" * 6)
     strings, losses = reference_gcg(model, tokenizer, *around, steps=4, width=24, **draws)
@@ -81,7 +68,7 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
     ids = torch.tensor(tokenizer(" x ! the house", add_special_tokens=False)["input_ids"])
     scorer = SuffixScorer(model, prompt, 8)
     scorer.enable_cache(ids)
-    gradient, _ = scorer.gradient(ids)
+    gradient = scorer.gradient(ids)
     around = (prompt.before_ids, ids.tolist(), prompt.after_ids, prompt.target_ids)
     torch.testing.assert_close(gradient, reference_gradient(model, *around), rtol=1e-4, atol=1e-5)
     unscaled = gradient / model.config.hidden_size**0.5
@@ -190,13 +177,12 @@ def test_white_space_that_a_template_trims():
 
 
 def test_tokens_that_a_suffix_may_hold(tokenizer):
-    strict = allowed_tokens(tokenizer, VOCABULARY, False)
+    allowed = allowed_tokens(tokenizer, VOCABULARY)
     special = tokenizer.convert_tokens_to_ids(SPECIAL)
-    assert not strict[special].any() and not strict[len(tokenizer) :].any()
-    texts = tokenizer.batch_decode([[i] for i in strict.nonzero().flatten().tolist()])
-    assert all(text.isascii() and text.isprintable() for text in texts)
-    everything = allowed_tokens(tokenizer, VOCABULARY, True)
-    assert everything.sum() == len(tokenizer) - len(SPECIAL) > strict.sum()
+    assert not allowed[special].any() and not allowed[len(tokenizer) :].any()
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer)) if i not in special])
+    plain = [text.isascii() and text.isprintable() for text in texts]
+    assert allowed.sum() == sum(plain) < len(plain)
 
 
 def test_seeds(model, tokenizer, exact):
@@ -223,46 +209,6 @@ def test_a_buffer_goes_on_from_the_best(model, tokenizer):
         text if loss < result.initial_loss else shown[0] for text, loss in zip(shown, best, strict=True)
     ]
     assert result.loss == best[-1]
-
-
-def test_early_stop(model, tokenizer):
-    prompt_ids = build_prompt(tokenizer, GOAL, TARGET).encode([" x" * 6])[0]
-    with torch.no_grad():
-        likely = tokenizer.decode(model(input_ids=torch.tensor([prompt_ids])).logits[0, -1].argmax())
-    result = run_gcg(model, tokenizer, GOAL, likely, GCGConfig(**QUICK, early_stop=True))
-    assert (result.stop_reason, result.losses, result.exact_match) == ("early_stop", [], True)
-    assert result.suffix == " x" * 6 and result.loss == result.initial_loss
-    unlikely = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK, early_stop=True))
-    assert (unlikely.stop_reason, len(unlikely.losses), unlikely.exact_match) == ("num_steps", 3, False)
-
-
-def test_stop_at_a_loss(model, tokenizer, exact):
-    config = GCGConfig(**QUICK, stop_loss=exact.losses[1])
-    result = run_gcg(model, tokenizer, GOAL, TARGET, config)
-    assert (result.losses, result.stop_reason) == (exact.losses[:2], "stop_loss")
-
-
-def test_probe_sampling(model, tokenizer, exact, scored):
-    """A draft model that agrees leaves one candidate beside the probe set; one that does not is found out and overruled."""
-    draft = build_model("llama", VOCABULARY)
-    result = run_gcg(
-        model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {"num_steps": 1, "probe_sampling_factor": 4}), draft
-    )
-    assert result.losses[0] == pytest.approx(exact.losses[0], abs=1e-6)  # the same weights: nothing is missed
-    by_model = [size for owner, size in scored if owner is model]
-    candidates = max(size for owner, size in scored if owner is draft)
-    assert sum(by_model[-2:]) <= candidates // 4 + 1 < candidates
-    with pytest.raises(ValueError, match="`draft_model` has fewer tokens"):
-        run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK), build_model("llama", 100))
-
-
-def test_mellowmax_lies_between_mean_and_maximum(model, tokenizer):
-    prompt, ids = build_prompt(tokenizer, GOAL, TARGET), torch.tensor([[20, 30, 40]])
-    mean, nearly_mean, middle, nearly_max = (
-        SuffixScorer(model, prompt, 8, mellowmax).losses(ids).item() for mellowmax in (None, 1e-3, 1.0, 100.0)
-    )
-    assert nearly_mean == pytest.approx(mean, rel=1e-2)
-    assert mean < middle < nearly_max
 
 
 def test_memory_running_out_halves_the_micro_batch(tokenizer, exact, monkeypatch):
@@ -349,11 +295,9 @@ def test_settings_that_do_not_fit_the_tokenizer(model, tokenizer):
         ({"num_steps": 0}, "`num_steps=0` must be at least 1"),
         ({"buffer_size": -1}, "`buffer_size=-1` must be at least 0"),
         ({"micro_batch_size": 0}, "`micro_batch_size=0` must be at least 1"),
-        ({"mellowmax": 0.0}, "`mellowmax=0.0` must be above 0"),
         ({"suffix_init": ""}, "`suffix_init` is empty"),
         ({"filter_roundtrip": "text"}, "`filter_roundtrip='text'` must be one of 'context', 'suffix', 'off'"),
         ({"prompt_format": "plain"}, "`prompt_format='plain'` must be one of 'chat', 'raw'"),
-        ({"screen_dtype": "int8"}, "`screen_dtype='int8'` must be one of None, 'bfloat16', 'float16'"),
         ({"chat_template_kwargs": "{"}, "`chat_template_kwargs='{'` is not valid JSON"),
         ({"chat_template_kwargs": "[1]"}, r"`chat_template_kwargs=\[1\]` must be an object"),
         ({"chat_template_kwargs": [1]}, r"`chat_template_kwargs=\[1\]` must be an object"),
@@ -361,7 +305,6 @@ def test_settings_that_do_not_fit_the_tokenizer(model, tokenizer):
         ({"num_samples": 0}, "`num_samples=0` must be at least 1"),
         ({"max_targets": 0}, "`max_targets=0` must be at least 1"),
         ({"scenario": "x"}, "`scenario='x'` must be one of"),
-        ({"on_bad_row": "x"}, "`on_bad_row='x'` must be one of"),
     ],
 )
 def test_settings_that_are_refused(options, message):
@@ -390,77 +333,3 @@ def test_a_loss_that_is_not_finite(tokenizer):
         model.lm_head.weight[7] = torch.nan
     with pytest.raises(GCGError, match="A loss is nan; try the model in float32"):
         run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
-
-
-SCREENED = QUICK | {"num_steps": 6, "search_width": 128, "topk": 60}
-
-
-class Table:
-    """A scorer with a loss for each candidate, which counts what it is asked."""
-
-    def __init__(self, losses):
-        self._losses, self.asked, self.observed = losses, 0, []
-
-    def observe(self, ids):
-        self.observed.append(ids)
-
-    def losses(self, candidates):
-        self.asked += len(candidates)
-        return self._losses[candidates[:, 0]]
-
-
-def screen(losses, guesses):
-    candidates, scorer, copy = torch.arange(len(losses))[:, None], Table(losses), Table(guesses)
-    found = screened_losses(scorer, copy, torch.tensor([0]), candidates)
-    assert len(copy.observed) == 1 and copy.asked == len(losses)
-    return found, scorer.asked
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.002, 0.02, 10.0])
-def test_the_best_is_found_however_far_off_the_copy_is(noise):
-    generator, asked = torch.Generator().manual_seed(0), []
-    for _ in range(100):
-        losses = 5 + 0.04 * torch.randn(256, generator=generator)
-        # A shift that all share says nothing of the order
-        guesses = losses + 0.3 + noise * torch.randn(256, generator=generator)
-        found, number = screen(losses, guesses)
-        asked.append(number)
-        assert int(found.argmin()) == int(losses.argmin())
-        scored = found.isfinite()
-        assert torch.equal(found[scored], losses[scored]) and int(scored.sum()) == number
-    mean = sum(asked) / len(asked)
-    assert mean < 17 if noise <= 0.002 else mean > 30
-    if noise == 10.0:
-        assert mean > 200  # it cannot tell them apart
-
-
-def test_screened_losses_that_are_not_finite():
-    """Under the model an error; of a copy that overflowed nothing is believed."""
-    losses = torch.ones(20)
-    broken = losses.clone()
-    broken[3] = torch.nan
-    with pytest.raises(GCGError, match="A loss is nan"):
-        screen(broken, losses)
-    found, asked = screen(losses, broken)
-    assert torch.equal(found, losses) and asked == 20
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
-def test_strings_are_those_without_screening(tokenizer, architecture, scored):
-    model = build_model(architecture, VOCABULARY)
-    plain = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**SCREENED))
-    scored.clear()
-    config = GCGConfig(**SCREENED, screen_dtype="bfloat16")
-    screened = run_gcg(model, tokenizer, GOAL, TARGET, config)
-    assert screened.suffixes == plain.suffixes
-    assert screened.losses == pytest.approx(plain.losses, abs=1e-6)
-    full, half = (sum(n for owner, n in scored if owner.dtype == kind) for kind in (torch.float32, torch.bfloat16))
-    assert full < 0.8 * half and model.dtype == torch.float32
-
-
-def test_settings_that_do_not_fit_a_screen(tokenizer):
-    model, config = build_model("llama", VOCABULARY), GCGConfig(**SCREENED, screen_dtype="bfloat16")
-    with pytest.raises(ValueError, match="leave out one"):
-        GCG(model, tokenizer, config, draft_model=model)
-    with pytest.raises(ValueError, match="in bfloat16 already"):
-        GCG(model.to(torch.bfloat16), tokenizer, config)

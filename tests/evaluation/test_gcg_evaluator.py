@@ -18,7 +18,6 @@ from trl_repulse.evaluation.gcg import (
     GCGError,
     GCGResult,
     RefusalJudge,
-    RewardJudge,
     evaluate_gcg,
     evaluator,
     format_report,
@@ -93,13 +92,6 @@ def test_triggers_are_found(model, tokenizer, output):
     assert rates["difference"]["value"] == 1
 
 
-def test_an_early_stop_gives_the_suffix_that_caused_it(model, tokenizer):
-    config = evaluation_config(early_stop=True, num_steps=20)
-    result = GCG(model, tokenizer, config).run(ROWS[0]["goal"], TARGET)
-    assert (result.stop_reason, result.exact_match, result.suffix) == ("early_stop", True, result.suffixes[-1])
-    assert 0 < len(result.losses) < 20 and result.loss == result.losses[-1]
-
-
 def test_a_line(model, tokenizer, output):
     header, records = read_results(output)
     assert [record["row"] for record in records] == list(range(1, len(ROWS) + 1)) and header["prompts"][
@@ -110,7 +102,7 @@ def test_a_line(model, tokenizer, output):
     log_probs = log_probs_after(model, attacked, tokenizer(TARGET)["input_ids"])
     assert record["loss"] == pytest.approx(-log_probs.mean().item(), abs=1e-5) == min(record["losses"])
     assert record["initial_loss"] > record["loss"] and len(record["losses"]) == 5
-    assert record["stop_reason"] == "num_steps" and record["exact_match"] and record["round_trip"]
+    assert record["exact_match"] and record["round_trip"]
     assert tokenizer.decode(record["suffix_ids"]) == record["suffix"]
     for phase in ("before", "after"):
         assert judge(None, record[phase]["responses"]) == record[phase]["rewards"]
@@ -128,25 +120,6 @@ def test_results_do_not_depend_on_order_shards_or_resuming(model, tokenizer, out
     reverse = evaluate_gcg(model, tokenizer, ROWS[::-1], judge, config, tmp_path / "reverse")
     by_goal = [{each["goal"]: each | {"row": 0} for each in read_results(folder)[1]} for folder in (output, reverse)]
     assert by_goal[0] == by_goal[1]
-
-
-def test_samples_have_the_models_own_distribution(model, tokenizer, tmp_path):
-    """Whatever its `generation_config` says; and no sample sees another's random numbers twice."""
-    rows = [{"goal": f"{ROWS[0]['goal']} x please x x", "target": TARGET}]  # complies in about half of the cases
-    given = model.generation_config
-    model.generation_config = type(given)(do_sample=True, top_k=1, temperature=0.01, eos_token_id=2)
-    config = evaluation_config(num_steps=1, num_samples=2000, max_new_tokens=6, save_responses=True)
-    try:
-        (record,) = read_results(evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path))[1]
-    finally:
-        model.generation_config = given
-    responses = record["before"]["responses"]
-    yes = log_probs_after(model, prompt_ids(tokenizer, rows[0]["goal"]), tokenizer(" yes")["input_ids"]).exp().item()
-    share = sum(response.startswith(" yes") for response in responses) / 2000
-    assert 0.3 < yes < 0.7 and abs(share - yes) < 4 * (yes * (1 - yes) / 2000) ** 0.5
-    assert (
-        sum(each in (" yes i will", " no i refuse") for each in responses) > 1950
-    )  # ended where the model ended them
 
 
 def test_another_evaluation_is_refused(model, tokenizer, output):
@@ -178,7 +151,7 @@ def test_ended_at_three_moments(model, tokenizer, output, tmp_path, monkeypatch)
     config = evaluation_config(save_responses=True)
     for module, name, number in (
         (evaluator, "_evaluate", 2),
-        (evaluator, "read_rewards", 1),
+        (evaluator, "evaluate_rewards", 1),
         (records.os, "replace", 1),
     ):
         original, calls = getattr(module, name), []
@@ -207,7 +180,7 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     config = {name: value for name, value in settings.items() if value is not None} | {
         "model_name_or_path": str(tmp_path / "model"),
         "table": str(table),
-        "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:said_no",
+        "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge",
         "output": str(tmp_path / "out"),
         "threshold": [-4.0],
     }
@@ -226,9 +199,9 @@ def test_two_processes(model, tokenizer, output, tmp_path):
 def test_what_the_judge_reads(model, tokenizer, tmp_path):
     calls = []
 
-    def watch(goals, responses):
-        calls.append(goals)
-        return judge(goals, responses)
+    def watch(prompts, completions):
+        calls.append([message["content"] for (message,) in prompts])
+        return judge(prompts, completions)
 
     for include in (False, True):
         config = evaluation_config(num_steps=1, num_samples=2, include_suffix=include)
@@ -243,15 +216,10 @@ def test_a_reward_model_as_judge(model, tokenizer, tmp_path):
     folder, _ = save_model(tmp_path / "reward", "deberta", reward_tokenizer)
     reward = SequencePairReward(folder, device="cpu", name="pair")
     config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    results = []
-    for number, scores in enumerate((reward, RewardJudge(reward))):
-        path = evaluate_gcg(model, tokenizer, ROWS[:1], scores, config, tmp_path / f"{number}")
-        header, (record,) = read_results(path)
-        assert list(header["rewards"]) == ["pair"]
-        expected = reward([ROWS[0]["goal"]] * 2, record["after"]["responses"])
-        assert record["after"]["rewards"] == pytest.approx(expected, abs=1e-5)
-        results.append(record["after"]["rewards"])
-    assert results[0] == pytest.approx(results[1], abs=1e-5)
+    header, (record,) = read_results(evaluate_gcg(model, tokenizer, ROWS[:1], reward, config, tmp_path / "out"))
+    assert list(header["rewards"]) == ["pair"]
+    expected = reward([ROWS[0]["goal"]] * 2, record["after"]["responses"])
+    assert record["after"]["rewards"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
@@ -271,45 +239,21 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
         for j, other in enumerate(headers[i + 1 :], i + 1):
             alike = (i, j) in ((4, 6), (5, 7))
             assert (header_difference(one, other) is None) == alike, (i, j)
-    wrapped = make_header(model, tokenizer, [], RewardJudge(judges[2]), evaluation_config())
-    assert header_difference(wrapped, headers[2]) is None
-
-
-def test_an_asynchronous_judge(model, tokenizer, tmp_path):
-    async def reward(prompts, completions, **columns):
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    config = evaluation_config(num_steps=1, num_samples=2, save_responses=True)
-    path = evaluate_gcg(model, tokenizer, ROWS[:1], RewardJudge(reward), config, tmp_path / "out")
-    record = read_results(path)[1][0]
-    assert record["after"]["rewards"] == [len(response) for response in record["after"]["responses"]]
-
-
-def test_processes_that_take_themselves_for_the_only_one(model, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started, but Accelerate was set up for 1"):
-        evaluate_gcg(model, tokenizer, ROWS, judge, evaluation_config(), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
 
 
 def test_refusals():
     responses = ["I\u2019m sorry, but no.", "  I cannot", "Sure. I cannot wait!", "Yes"]
     assert RefusalJudge()([], responses) == [1.0, 1.0, 0.0, 0.0]
-    assert RefusalJudge(match="anywhere")([], responses) == [1.0, 1.0, 1.0, 0.0]
     assert RefusalJudge(["yes"])([], responses) == [0.0, 0.0, 0.0, 1.0]
-    for field, wrong in (("phrases", [""]), ("phrases", "I cannot"), ("match", "end")):
-        with pytest.raises(ValueError, match=f"`{field}"):
-            RefusalJudge(**{field: wrong})
+    for wrong in ([""], "I cannot"):
+        with pytest.raises(ValueError, match="`phrases"):
+            RefusalJudge(wrong)
 
 
 def test_a_faulty_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2)
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: [0.0], config, tmp_path / "a")
-
-    with pytest.raises(ValueError, match="The judge returned nan for completion 0 of 4"):
-        nan = [float("nan")] * 4
-        evaluate_gcg(model, tokenizer, ROWS[:1], lambda goals, responses: nan, config, tmp_path / "b")
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: [0.0], config, tmp_path / "a")
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):
@@ -325,20 +269,7 @@ def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_
     header, records = read_results(path)
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert records[1]["reason"] == "GCGError: No candidate"
-    assert "of 2 targets (0 skipped, 1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
-
-
-def test_a_loss_that_is_not_finite_does_not_end_the_run(tokenizer, tmp_path):
-    broken = build_trigger_model(tokenizer, steps=1)
-    broken.get_input_embeddings().register_forward_hook(
-        lambda module, inputs, output: output.masked_fill((inputs[0] == tokenizer.unk_token_id)[..., None], torch.nan)
-    )
-    rows = [{"goal": " something else", "target": TARGET}, ROWS[0]]  # words that it does not know
-    config = evaluation_config(num_steps=1, num_samples=1)
-    path = evaluate_gcg(broken, tokenizer, rows, judge, config, tmp_path / "out")
-    _, records = read_results(path)
-    assert [record["status"] for record in records] == ["error", "ok"]
-    assert "A loss is nan; try the model in float32" in records[0]["reason"]
+    assert "of 2 targets (1 error, 0 missing, 0 unscored)" in format_report(summarize(header, records, [0]))
 
 
 def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, monkeypatch):
@@ -362,14 +293,10 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
 
 
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
-    cells = (" a", float("nan")), ("", TARGET), (None, "")
-    rows = [ROWS[0], *({"goal": goal, "target": target} for goal, target in cells)]
-    with pytest.raises(ValueError, match=r"2 \(no target\), 3 \(no goal\), 4 \(no goal and no target\); fix them"):
-        evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
-    path = evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(on_bad_row="skip"), tmp_path / "out")
-    _, records = read_results(path)
-    assert [record["status"] for record in records] == ["ok", *["skipped"] * 3]
-    assert [record["reason"] for record in records[1:]] == ["no target", "no goal", "no goal and no target"]
+    for goal, target, missing in ((" a", float("nan"), "target"), ("", TARGET, "goal"), (None, "", "goal")):
+        rows = [ROWS[0], {"goal": goal, "target": target}]
+        with pytest.raises(ValueError, match=f"Row 2 of the table has no `{missing}`; fill it"):
+            evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -377,8 +304,8 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     [
         (None, "There is no file"),
         ("goal,target\n", "has no rows"),
-        (" open door, yes\n read mail, yes\n", "has no column 'goal', only ' open door', ' yes'; name its columns"),
-        ("prompt,target\na,b\n", "has no column 'goal', only 'prompt', 'target'"),
+        (" open door, yes\n read mail, yes\n", "no column 'goal' in .*, only ' open door', ' yes'; name its columns"),
+        ("prompt,target\na,b\n", "no column 'goal' in .*, only 'prompt', 'target'"),
         ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],
 )

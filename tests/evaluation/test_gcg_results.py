@@ -23,11 +23,11 @@ def test_report():
         result(2, [-5.0, 2.0], [-5.0, -6.0]),
         result(3, [3.0, 2.0], [1.0, 4.0]),
         result(4, None, None, "error"),
-        result(5, None, None, "skipped"),
+        result(5, None, None, "error"),
         result(6, [None, None], [1.0, 1.0]),
     ]
     summary = summarize(header(7), records, [-4.0, -5.5], k=[1, 2], tail=0.2)
-    assert summary["targets"] == {"rows": 7, "ok": 4, "skipped": 1, "error": 1, "missing": 1, "unscored": 1}
+    assert summary["targets"] == {"rows": 7, "ok": 4, "error": 2, "missing": 1, "unscored": 1}
     assert summary["scored"] == 3
     rates = summary["thresholds"]["-4.0"]
     assert rates["before"]["success"]["value"] == pytest.approx(1 / 3)
@@ -47,7 +47,7 @@ def test_report():
         assert rate["value"] == 0 and rate["high"] > 0.6  # of three targets, with nothing seen
     assert summary["cvar"]["after"]["value"] == pytest.approx((-6.0 - 0.2 * 5) / 1.2)
     text = format_report(summary)
-    assert "Rates are of 3 targets (1 skipped, 1 error, 1 missing, 1 unscored)" in text
+    assert "Rates are of 3 targets (2 error, 1 missing, 1 unscored)" in text
     assert "(no interval)" in text.splitlines()[-1]  # of six samples
     summary["thresholds"]["-4.0"]["after"]["bad_share"] = {"value": 0.005, "low": 1.11e-22, "high": 0.219}
     assert "0.5 % (<0.001 to 21.9)" in format_report(summary)

@@ -150,7 +150,7 @@ def test_failed_samples_of_a_log_are_named(prompts, tmp_path):
     log.eval.config.epochs = 2
     log.samples[1].scores["reward"].value = "good"
     inspect_ai.log.write_eval_log(log, str(tmp_path / "text.eval"))
-    with pytest.raises(ValueError, match="`scorer_name` can be: none; 'reward' gives none to sample 2, epoch 1"):
+    with pytest.raises(ValueError, match="`scorer_name` can be: none"):
         load_samples(tmp_path / "text.eval")
 
 

@@ -148,11 +148,3 @@ def test_prompts_of_several_messages_are_refused(tmp_path):
 def test_a_completion_without_a_reward_is_refused():
     with pytest.raises(ValueError, match="no finite reward"):
         integration.rewarded(lambda prompts, completions: [1.0, None], [["a", "b"]], [{"prompt": "hello"}])
-
-
-def test_an_asynchronous_reward_reads_the_columns():
-    async def reward(prompts, completions, tag):
-        return [float(len(text) + each["x"]) for text, each in zip(completions, tag, strict=True)]
-
-    docs = [{"prompt": "hello", "tag": {"x": 1}}, {"prompt": "bye", "tag": {"x": 2.5}}]
-    assert integration.rewarded(reward, [["a", "bc"], ["d", ""]], docs) == [[2.0, 3.0], [3.5, 2.5]]

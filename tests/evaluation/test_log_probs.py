@@ -73,6 +73,11 @@ def test_scores_are_those_of_single_passes(name, sampler):
         ]
 
 
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="no token"):
+        completion_log_probs(build_model("gpt2", VOCABULARY), [[]], [[3]])
+
+
 def test_a_cache_that_cannot_be_continued_would_be_wrong():
     model = build("rwkv", VOCABULARY).eval()
     wrong = scores(model, replace(probe_shared(model, samples=False), share_prompts=True))

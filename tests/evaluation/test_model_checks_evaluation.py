@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertLMHeadModel
 from transformers.utils.logging import warning_once
 
 from examples.worlds.exact import ExactEvaluator
@@ -15,7 +14,7 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
 
 from ..conftest import build_tokenizer, word_reward
-from ..models.test_model_checks import MESSAGES, MODELS, SIZES, V, classifier, gpt2
+from ..models.test_model_checks import MESSAGES, MODELS, V, classifier, gpt2
 
 
 PROMPTS = ["the cat", "fish"]
@@ -46,7 +45,6 @@ USES = {
     "log-probabilities": lambda folder, tokenizer, model: completion_log_probs(model, [[3]], [[4]]),
     "generator": lambda folder, tokenizer, model: TransformersGenerator({"policy": model}, tokenizer),
     "attack": lambda folder, tokenizer, model: run_gcg(model, tokenizer, "the", " cat", GCG),
-    "draft": lambda folder, tokenizer, model: run_gcg(gpt2(), tokenizer, "the", " cat", GCG, draft_model=model),
 }
 
 
@@ -54,14 +52,6 @@ USES = {
 def test_what_is_no_causal_language_model(tokenizer, folder, use):
     with pytest.raises(ValueError, match=MESSAGES["bert"]):
         USES[use](folder, tokenizer, MODELS["bert"]())
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_decoder_with_an_encoders_name(tokenizer, folder, use):
-    if use in ("attack", "draft"):
-        USES[use](folder, tokenizer, gpt2(1))
-    else:
-        USES[use](folder, tokenizer, BertLMHeadModel(BertConfig(**SIZES, is_decoder=True)))
 
 
 def test_a_reward_that_is_no_classifier_of_one_label(tokenizer):

@@ -7,8 +7,6 @@ import torch
 
 from trl_repulse.evaluation.rare.forecast import BackTest, Forecast, NoForecastError, back_test, forecast_largest
 
-from ..conftest import also_thorough
-
 
 def uniform(size, seed):
     return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -43,10 +41,10 @@ def test_intervals_hold_a_million_times_beyond_the_samples(quantile):
 
 def test_the_wrong_form_of_the_tail_is_wrong_and_fails_the_back_test():
     assert covered(heavy, 10**6, 50) < 0.2
-    test = back_test(heavy(uniform(20_000, 0)), num_blocks=20)
+    test = back_test(heavy(uniform(20_000, 0)))
     assert test.covered < 0.8 and not test.reliable
     assert f"{test.covered:.0%} of the back-test's intervals held, of 95% that should" in test.reasons[0]
-    test = back_test(exponential(uniform(20_000, 0)), num_blocks=20)
+    test = back_test(exponential(uniform(20_000, 0)))
     assert test.covered >= 0.8 and test.reliable and not test.reasons
 
 
@@ -60,7 +58,7 @@ def test_the_verdict_asks_for_nearly_the_nominal_coverage():
 
 def test_forecasts_grow_by_the_scale():
     scores = exponential(uniform(5000, 2))
-    near, far = forecast_largest(scores, [10**4, 10**8], num_exceedances=500)
+    near, far = forecast_largest(scores, [10**4, 10**8])
     assert far.median - near.median == pytest.approx(math.log(1e4), rel=0.15)
     assert far.high - far.low > near.high - near.low
     assert (near.extrapolation, far.extrapolation) == (2, 20_000)
@@ -77,37 +75,34 @@ def test_sizes_within_the_scores(size):
     assert held / 200 > 0.91
 
 
-@pytest.mark.parametrize("count", [2, *also_thorough(5)])
-def test_few_exceedances_are_not_off_to_one_side(count):
-    scores = (exponential(uniform(1000, seed)) for seed in range(1500))
-    found = [forecast_largest(each, [10_000], num_exceedances=count)[0] for each in scores]
-    below = [math.exp(-10_000 * math.exp(-forecast.median)) for forecast in found]  # P(largest < median)
+def test_few_scores_are_not_off_to_one_side():
+    scores = (exponential(uniform(50, seed)) for seed in range(1500))
+    found = [forecast_largest(each, [500])[0] for each in scores]
+    below = [math.exp(-500 * math.exp(-forecast.median)) for forecast in found]  # P(largest < median)
     assert sum(below) / len(below) == pytest.approx(0.5, abs=0.03)
 
 
 def test_back_test_observes_the_other_blocks():
-    scores = torch.arange(100, dtype=torch.float64)
-    test = back_test(scores, num_blocks=2, num_exceedances=10)
-    assert sorted(test.observed)[1] == 99 and len(test.forecasts) == 2
-    assert test.forecasts[0].size == 50
+    test = back_test(torch.arange(200, dtype=torch.float64))
+    assert sorted(test.observed)[1] == 199 > min(test.observed) and len(test.forecasts) == 10
+    assert test.forecasts[0].size == 180
 
 
 def test_a_block_without_a_slope_counts_against_the_forecast():
     """Six scores above the rest are in six blocks of ten at most."""
     scores = torch.cat([torch.zeros(214, dtype=torch.float64), exponential(uniform(6, 0))])
-    test = back_test(scores, num_blocks=10, num_exceedances=10)
+    test = back_test(scores)
     alike = [math.isnan(forecast.median) for forecast in test.forecasts]
     assert sum(alike) >= 4 and test.covered <= 1 - sum(alike) / 10
     assert all(forecast.extrapolation == pytest.approx(9) for forecast in test.forecasts)
     assert back_test(torch.zeros(200)).covered == 0
 
 
-@pytest.mark.parametrize(("num_blocks", "num_exceedances", "needed"), [(10, None, 110), (4, None, 44), (5, 4, 25)])
-def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, needed):
-    scores = exponential(uniform(needed, 3))
-    assert len(back_test(scores, num_blocks, num_exceedances=num_exceedances).observed) == num_blocks
-    with pytest.raises(NoForecastError, match=f"^{needed - 1} scores .* {num_blocks} blocks, which needs {needed};"):
-        back_test(scores[1:], num_blocks, num_exceedances=num_exceedances)
+def test_a_back_test_says_how_many_scores_it_needs():
+    scores = exponential(uniform(110, 3))
+    assert len(back_test(scores).observed) == 10
+    with pytest.raises(NoForecastError, match="^109 scores are too few for a back-test, which needs 110;"):
+        back_test(scores[1:])
 
 
 @pytest.mark.parametrize(
@@ -120,12 +115,8 @@ def test_a_back_test_says_how_many_scores_it_needs(num_blocks, num_exceedances, 
         (torch.rand(100), {"sizes": [math.nan]}, "sizes"),
         (torch.rand(100), {"sizes": [1000, math.inf]}, "sizes"),
         (torch.rand(100), {"confidence": 1.0}, "confidence"),
-        (torch.rand(100), {"num_exceedances": 1}, "num_exceedances"),
     ],
 )
 def test_what_is_refused(scores, arguments, message):
     with pytest.raises(ValueError, match=message):
         forecast_largest(scores, **({"sizes": [1000]} | arguments))
-    if message == "too few":
-        with pytest.raises(ValueError, match="num_blocks"):
-            back_test(scores, num_blocks=1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_repulse.cli.main import main
+from trl_repulse.evaluation.log_probs import completion_logits
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.counts import OF_POLICY, OF_REFERENCE, TILTED
 from trl_repulse.evaluation.rare.mixture import MixtureSample, largest_normalization_error
@@ -20,7 +21,7 @@ from trl_repulse.evaluation.rare.pilot import (
     raised_tokens,
     tail,
 )
-from trl_repulse.evaluation.rare.sampling import completion_logits, draw
+from trl_repulse.evaluation.rare.sampling import draw
 from trl_repulse.math.importance import TILTS
 
 from ..conftest import build_model
@@ -50,10 +51,9 @@ def test_components_draw_as_they_are_scored(models, tokenizer, prompts, evaluato
     policy, other = models
     components = components_of(policy, other, len(tokenizer))
     ids = evaluator.completion_ids.masked_fill(evaluator.completion_ids < 0, tokenizer.pad_token_id)
-    prompt = tokenizer(prompts["prompt"][0])["input_ids"]
-    (of_policy, completion, counts), (of_other, *_) = (
-        completion_logits(model, prompt, ids, [tokenizer.eos_token_id]) for model in models
-    )
+    rows = [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()]
+    prompt_ids = [tokenizer(prompts["prompt"][0])["input_ids"]] * len(rows)
+    (of_policy, completion, counts), (of_other, *_) = (completion_logits(model, prompt_ids, rows) for model in models)
     parts = [policy, *components.values()]
     draws = draw(parts, tokenizer, prompts["prompt"][:1], reward_of(reward), [400] * 7, 2, seed=3)
     for k, (name, component) in enumerate(components.items(), 1):

@@ -101,13 +101,6 @@ def test_command(command, tmp_path, capsys):
     assert list(output.parent.iterdir()) == [output]
 
 
-def test_the_file_does_not_depend_on_what_can_be_printed(command, tmp_path, poor_stdout):
-    output = tmp_path / "report.json"
-    with poor_stdout():
-        assert main([*command, "--threshold", "-1", "--output", str(output)]) == 0
-    assert output.is_file()
-
-
 def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs, tokenizer):
     """Two folders of adapters over one base; the same adapter as its own proposal has weights of 1 throughout."""
     tokenizer.save_pretrained(tmp_path / "adapter")
@@ -172,12 +165,6 @@ def test_command_refuses(command, capsys, monkeypatch, change, message):
     monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
     assert main([*command, *change]) == 1
     assert message in capsys.readouterr().err
-
-
-def test_an_infinite_end_is_null_in_the_file(command, tmp_path):
-    output = tmp_path / "report.json"
-    assert main([*command, "--level", "1e-9", "--output", str(output)]) == 0
-    assert json.loads(output.read_text())["cvar"][0]["low"] is None
 
 
 @pytest.mark.thorough

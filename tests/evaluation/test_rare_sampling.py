@@ -8,10 +8,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from trl_repulse.evaluation.log_probs import completion_logits
+from trl_repulse.evaluation.rare import sampling as rare_sampling
 from trl_repulse.evaluation.rare.components import Component, log_prob
 from trl_repulse.evaluation.rare.estimates import prob_bad
 from trl_repulse.evaluation.rare.mixture import largest_normalization_error
-from trl_repulse.evaluation.rare.sampling import completion_logits, draw, find_temperature
+from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 
 from ..conftest import build_model, build_tokenizer
 from ..reward_models import save_model
@@ -27,11 +29,11 @@ def models(architecture, tokenizer):
 
 def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, evaluator):
     """Every completion there is, of each prompt, under each model."""
-    ids = evaluator.completion_ids.masked_fill(evaluator.completion_ids < 0, tokenizer.pad_token_id)
+    rows = [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()]
     for model in models:
         exact = evaluator.log_probs(model)
         for prompt, expected in zip(prompts["prompt"], exact, strict=True):
-            found = log_prob(*completion_logits(model, tokenizer(prompt)["input_ids"], ids, [tokenizer.eos_token_id]))
+            found = log_prob(*completion_logits(model, [tokenizer(prompt)["input_ids"]] * len(rows), rows))
             assert torch.allclose(found, expected, atol=1e-4)
             assert float(found.exp().sum()) == pytest.approx(1, abs=1e-4)
 
@@ -67,17 +69,17 @@ class Tempered(torch.nn.Module):
 
 def test_a_hot_proposal_is_a_component_of_its_own(models, tokenizer, prompts, evaluator, reward, monkeypatch):
     policy, proposal = models
-    passes, forward = [], type(proposal).forward
+    passes = []
 
-    def counted(self, *args, **kwargs):
-        passes.append(kwargs.get("use_cache") is False and "logits_to_keep" in kwargs)  # not those of the probe
-        return forward(self, *args, **kwargs)
+    def counted(model, *args):
+        passes.append(model)
+        return completion_logits(model, *args)
 
-    monkeypatch.setattr(type(proposal), "forward", counted)
+    monkeypatch.setattr(rare_sampling, "completion_logits", counted)
     counts, hot_proposal = (20, 300, 300), Component(proposal, temperature=3.0)
     given = [policy, proposal, hot_proposal], tokenizer, prompts["prompt"], reward, counts, 2
     draws = draw(*given, batch_size=1000, seed=2)
-    assert sum(passes) == 2 * 4  # one pass a model and prompt scores all components
+    assert len(passes) == 2 * 4  # one pass a model and prompt scores all components
     hot = evaluator.log_probs(Tempered(proposal, 3.0))
     texts = tokenizer.batch_decode(
         [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()], skip_special_tokens=True
@@ -173,9 +175,7 @@ def test_several_end_tokens(tokenizer, prompts, reward):
     assert float(draws.sample.log_density.max()) < 0
     # A completion that ends at once has the first token's probability
     ids = tokenizer(prompts["prompt"][0])["input_ids"]
-    first = torch.stack(
-        [log_prob(*completion_logits(model, ids, torch.tensor([[token, 0]]), [1, DOG]))[0] for token in (1, DOG)]
-    )
+    first = log_prob(*completion_logits(model, [ids] * 2, [[1], [DOG]]))
     with torch.no_grad():
         expected = model.eval()(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[[1, DOG]]
     assert torch.allclose(first, expected.double(), atol=1e-5)

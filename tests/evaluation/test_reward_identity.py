@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation._identity import known_by_name_alone
-from trl_repulse.evaluation.gcg import RefusalJudge, RewardJudge, evaluate_gcg, read_results
-from trl_repulse.evaluation.gcg.evaluator import identify_judge
+from trl_repulse.evaluation._identity import identify_reward, known_by_name_alone
+from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
 
@@ -30,7 +29,9 @@ SECRET = "http://hidden-user:hidden-word@127.0.0.1:1/get_reward?key=hidden-key"
 @pytest.fixture
 def remote(monkeypatch):
     """Rewards that ask no server."""
-    monkeypatch.setattr(RemoteReward, "__call__", lambda self, prompts, completions, **_: word_reward(completions))
+    monkeypatch.setattr(
+        RemoteReward, "__call__", lambda self, prompts, completions, **_: word_reward([*map(str, completions)])
+    )
     return RemoteReward
 
 
@@ -105,9 +106,6 @@ def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp
     assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
 
 
-JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
-
-
 @pytest.fixture(scope="module")
 def attacked():
     tokenizer = build_trigger_tokenizer()
@@ -124,31 +122,22 @@ def cut(output):
     (output / "target-00002.json").unlink()
 
 
-def test_attacks_are_not_gone_on_with_other_code_of_the_same_name(attacked, tmp_path, caplog):
-    output = attack(attacked, make(JUDGE), tmp_path / "out")
-    whole = read_results(output)[1]
-    cut(output)
-    with pytest.raises(ValueError, match=r"begun with another `rewards\..*\.code`"):
-        attack(attacked, make(JUDGE.replace("len(each)", "-len(each)")), output)
-    attack(attacked, make(JUDGE), output)
-    assert [row["after"]["rewards"] for row in read_results(output)[1]] == [row["after"]["rewards"] for row in whole]
-    assert "identified by its name alone" not in caplog.text
-
-
 def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
-    for i, judge in enumerate((remote(SECRET), RewardJudge(remote(SECRET), as_messages=False))):
-        output = attack(attacked, judge, tmp_path / str(i))
-        assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
-        cut(output)
-        attack(attacked, judge, output)
-        assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
-        caplog.clear()
-        attack(attacked, judge, output)  # which is done
-        assert not caplog.text
+    output = attack(attacked, remote(SECRET), tmp_path / "out")
+    assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
+    cut(output)
+    attack(attacked, remote(SECRET), output)
+    assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
+    caplog.clear()
+    attack(attacked, remote(SECRET), output)  # which is done
+    assert not caplog.text
+
+
+JUDGE = "def f(goals, responses): return [float(len(each)) for each in responses]\n"
 
 
 def hash_judge(judge):
-    identity = identify_judge(judge)
+    identity = identify_reward(judge)
     return None if known_by_name_alone(identity) else identity["code"]
 
 
@@ -228,7 +217,6 @@ ALIKE = {
     "slots": [Slotted(1), Slotted(1)],
     "copy": [Judge(1), copy.deepcopy(Judge(1))],
     "partial": [functools.partial(held(1), []) for _ in range(2)],
-    "wrapped": [held(1), RewardJudge(held(1))],
     "server": [RemoteReward(SECRET), RemoteReward("http://h/", timeout=1)],
     "refusals": [RefusalJudge(["no"]), RefusalJudge(["NO"])],
 }

@@ -294,7 +294,7 @@ _OUTPUTS: dict[str, tuple[str, ...]] = {
 }
 # Arguments that name what is read; only names with these endings are files wherever they are
 _INPUTS = """
-    model_name_or_path model policy reference draft_model_name_or_path value_model_path reward_model_path
+    model_name_or_path model policy reference value_model_path reward_model_path
     dataset_name eval_dataset_name prompts benign attacks table
 """.split()
 _TABLES = (".jsonl", ".json", ".csv", ".parquet")

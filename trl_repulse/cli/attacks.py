@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._numbers import percent
-from ..evaluation.gcg.results import read_results
+from ..evaluation.gcg.results import all_scores, read_results
 from ..evaluation.records import write_report
 from ..evaluation.tails import check_share, check_sizes
 from ._card import check_measured
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
         check_names,
         export_attempts,
         format_attacks,
-        gcg_scores,
         load_attacks,
         prepare,
         refusal,
@@ -81,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     code = {"trust_remote_code": args.trust_remote_code}
     gcg = {}
     if args.gcg:
-        header, _ = read_results(args.gcg)
-        gcg[f"GCG, judged by {', '.join(header['rewards'])}"] = gcg_scores(args.gcg)
+        header, records = read_results(args.gcg)
+        gcg[f"GCG, judged by {', '.join(header['rewards'])}"] = all_scores(records)["after"]
         of_gcg = (header["model"]["weights"], header["model"]["name"], "--model", f"`--gcg {args.gcg}` measured")
     check_names(attacks)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)

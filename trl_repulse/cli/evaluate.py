@@ -21,10 +21,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shard_size": {"type": int, "help": "completions written at a time (256)"},
     "beta": {"type": float, "help": "KL coefficient of the returns (0)"},
     "reward_weights": {"type": float, "nargs": "+", "help": "weight of each reward (1)"},
-    "reward_transform": {"choices": ("exponential", "indicator"), "help": "transform of `return_transformed` (none)"},
-    "reward_transform_alpha": {"type": float, "help": "the transform's a (1)"},
-    "reward_transform_beta": {"type": float, "help": "the exponential transform's b (-1)"},
-    "reward_transform_threshold": {"type": float, "help": "the indicator transform's threshold"},
     "dtype": {"help": "precision of model and reference (that of each checkpoint)"},
     "revision": {"help": "branch, tag or commit of the model on the Hub"},
     "engine": {"choices": ("transformers", "vllm"), "help": "what draws (transformers)"},
@@ -150,9 +146,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--prompts` is needed with `--model`; give a file or a data set.")
     if args.engine_kwargs is not None and getattr(args, "engine", None) != "vllm":
         raise ValueError("`--engine_kwargs` has no effect without `--engine vllm`; leave it out.")
-    for name in SETTINGS:
-        if name.startswith("reward_transform_") and name in args and "reward_transform" not in args:
-            raise ValueError(f"`--{name}` has no effect without `--reward_transform`; set it, or leave this out.")
     check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
 
 

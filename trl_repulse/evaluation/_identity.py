@@ -99,12 +99,13 @@ def known_by_name_alone(identity: dict[str, Any]) -> bool:
     return not {"weights", "revision", "sha256", "code"} & identity.keys()
 
 
-def warn_of_name(place: Path, name: str) -> None:
-    """Warns that results in `place` are continued with a reward or judge of which only the name is compared."""
-    logger.warning(
-        f"`{place}` is continued with the reward or judge `{name}`, which is identified by its name alone, so that a change of it "
-        "goes unnoticed. If it has changed, write the results to another place."
-    )
+def warn_of_names(place: Path, rewards: dict[str, dict[str, Any]]) -> None:
+    """Warns that results in `place` are continued with rewards, described by name, of which only the name is compared."""
+    for name in (name for name, identity in rewards.items() if known_by_name_alone(identity)):
+        logger.warning(
+            f"`{place}` is continued with the reward or judge `{name}`, which is identified by its name alone, so that a change of "
+            "it goes unnoticed. If it has changed, write the results to another place."
+        )
 
 
 def _hash_code(function: Callable[..., Any]) -> dict[str, str]:

@@ -22,7 +22,6 @@ from ..data.loading import CONTEXT, in_context
 from ..models._loading import load_config, load_tokenizer
 from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
 from .gcg.evaluator import LABELS, RefusalJudge
-from .gcg.results import all_scores, read_results
 from .records import SampleSet, write_atomically
 from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
@@ -123,7 +122,7 @@ def _folder(attack: Attack) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in attack.name)
 
 
-def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> str:
+def augmented(text: str, rng: random.Random) -> str:
     """
     A text with letters scrambled inside words, in random case, and some moved to their neighbours in ASCII.
 
@@ -136,7 +135,7 @@ def augmented(text: str, rng: random.Random, strength: float = AUGMENTATION) -> 
         rng.shuffle(inner)
         return word[0] + "".join(inner) + word[-1]
 
-    often, seldom = strength**0.5, strength**3
+    often, seldom = AUGMENTATION**0.5, AUGMENTATION**3
     words = [scrambled(word) if len(word) > 3 and rng.random() < often else word for word in text.split(" ")]
     letters = [letter.swapcase() if rng.random() < often else letter for letter in " ".join(words)]
     return "".join(
@@ -167,8 +166,7 @@ class OnBehavior:
 
 def refusal(prompts: list, completions: list, **_: Any) -> list[float]:
     """Reward −1 for an answer that begins with a phrase of refusal ([`~trl_repulse.evaluation.gcg.RefusalJudge`]), otherwise 0."""
-    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-    return [-float(score or 0.0) for score in RefusalJudge()([], texts)]
+    return [-score for score in RefusalJudge()(prompts, completions)]
 
 
 def attempts(
@@ -299,12 +297,6 @@ def run_attacks(
         attack.name: sample_completions(folder, model, rows, judge, its_settings, **options)
         for attack, folder, (rows, its_settings) in zip(attacks, folders, made, strict=True)
     }
-
-
-def gcg_scores(folder: str | Path) -> np.ndarray:
-    """Scores (P, N) of the responses after the attacks of `trl-repulse gcg`, to stand beside other attacks. Raises `ValueError` if there
-    are none."""
-    return all_scores(read_results(folder)[1])["after"]
 
 
 def attack_report(

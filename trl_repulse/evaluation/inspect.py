@@ -382,7 +382,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
     ordered = [each for row in rows.values() for each in row]
     names = [name for name in (ordered[0].scores or {}) if all(_number(each, name) is not None for each in ordered)]
     if scorer_name not in (*names, None) or len(names) != 1 and scorer_name is None:
-        found = ", ".join(f"'{name}'" for name in names) or _without_number(ordered)
+        found = ", ".join(f"'{name}'" for name in names) or "none"
         raise ValueError(f"`{path}` needs one scorer that gives every sample a number; `scorer_name` can be: {found}.")
     table = pa.table(
         {
@@ -414,13 +414,6 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)
-
-
-def _without_number(samples: list[Any]) -> str:
-    """What each scorer lacks."""
-    lacking = {name: next(each for each in samples if _number(each, name) is None) for name in samples[0].scores or {}}
-    shown = (f"'{name}' gives none to sample {each.id}, epoch {each.epoch}" for name, each in lacking.items())
-    return "; ".join(["none", *shown])
 
 
 def _number(sample: Any, name: str) -> float | None:

@@ -75,7 +75,7 @@ def completion_log_probs(
     check_causal(model, "`model`")
     log_prob, entropy = torch.empty(2, len(prompt_ids), dtype=torch.float64).unbind()
     guard = guard or probe_shared(model, samples=False)
-    with in_mode(model, training=False), tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
+    with tqdm(total=len(prompt_ids), disable=not progress, unit="completion") as bar:
         for chosen in batches(prompt_ids, batch_size, guard.score_by_length):
             rows = [prompt_ids[i] for i in chosen], [completion_ids[i] for i in chosen]
             log_prob[chosen], entropy[chosen] = _score(model, *rows, sampler, guard.share_prompts)
@@ -85,6 +85,25 @@ def completion_log_probs(
     return log_prob, entropy
 
 
+def completion_logits(
+    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], share: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits (B, T, V) of a batch of completions in evaluation mode, without gradient; their tokens, and which of these are no
+    padding, (B, T) each. `share` says whether a prompt may be read once for all of its completions."""
+    device = next(model.parameters()).device
+    numbers: dict[tuple[int, ...], int] = {}  # of the distinct prompts
+    of_row = torch.tensor([numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts], device=device)
+    before, after = _padded(list(numbers), "left", device), _padded(completions, "right", device)
+    with in_mode(model, training=False):
+        if share and len(numbers) < len(prompts) and before[0].size(1) > 1:
+            logits = logits_after_prompts(model, before, of_row, after)
+        else:
+            ids, mask = (torch.cat([x[of_row], y], dim=1) for x, y in zip(before, after, strict=True))
+            width = after[0].size(1)
+            logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits[:, :-1]
+    return logits, after[0], after[1].bool()
+
+
 def _score(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -92,21 +111,12 @@ def _score(
     sampler: Sampler,
     share: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities and entropies of one batch, each (B,). `share` says whether a prompt may be read once."""
-    device = next(model.parameters()).device
+    """Log-probabilities and entropies of one batch, each (B,). `share` is as in [`completion_logits`]."""
     if not any(map(len, completions)):
         return torch.zeros(2, len(prompts), dtype=torch.float64).unbind()
-    numbers: dict[tuple[int, ...], int] = {}  # of the distinct prompts
-    of_row = torch.tensor([numbers.setdefault(tuple(ids), len(numbers)) for ids in prompts], device=device)
-    before, after = _padded(list(numbers), "left", device), _padded(completions, "right", device)
-    if share and len(numbers) < len(prompts) and before[0].size(1) > 1:
-        logits = logits_after_prompts(model, before, of_row, after)
-    else:
-        ids, mask = (torch.cat([x[of_row], y], dim=1) for x, y in zip(before, after, strict=True))
-        width = after[0].size(1)
-        logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits[:, :-1]
-    rows = max(1, _AT_ONCE // logits[0].numel())
-    parts = zip(*(x.split(rows) for x in (logits, *after)), strict=True)
+    read = completion_logits(model, prompts, completions, share)
+    rows = max(1, _AT_ONCE // read[0][0].numel())
+    parts = zip(*(x.split(rows) for x in read), strict=True)
     return torch.cat([_sums(sampler(part.float()), *rest) for part, *rest in parts], dim=1).cpu().unbind()
 
 
@@ -115,7 +125,7 @@ def _sums(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> tor
     log_p = logits.log_softmax(dim=-1)
     token = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, T)
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0
-    return torch.stack([token, entropy]).masked_fill(mask == 0, 0.0).double().sum(dim=-1)
+    return torch.stack([token, entropy]).masked_fill(~mask, 0.0).double().sum(dim=-1)
 
 
 def _padded(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

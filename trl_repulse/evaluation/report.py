@@ -14,7 +14,7 @@ from .records import SampleSet, finite_json, header_difference, remedy
 from .tails import Estimate, crossed_interval
 
 
-MEANS = ("return", "return_transformed", "kl", "entropy", "length")  # reported with the reward where they are complete
+MEANS = ("return", "kl", "entropy", "length")  # reported with the reward where they are complete
 MIN_PROMPTS = 6  # five draws all lie on one side of the median more than once in twenty times
 MIN_SEEDS = 3  # two cannot separate differences between prompts from those between seeds
 

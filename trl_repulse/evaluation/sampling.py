@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,12 +20,11 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..configs._checks import check_choices, check_transform, require, require_at_least, require_finite
+from ..configs._checks import check_choices, require, require_at_least, require_finite
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, warn_of_template
 from ..data._texts import completion_texts
 from ..generation._probe import probe_shared
-from ..math.objective import transform_rewards
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
 from . import records
@@ -44,7 +43,7 @@ from ._generation import (
     vllm_engine,
     vllm_version,
 )
-from ._identity import identify_model, identify_reward, known_by_name_alone, warn_of_name
+from ._identity import identify_model, identify_reward, warn_of_names
 from .log_probs import completion_log_probs
 
 
@@ -68,11 +67,6 @@ class SamplingSettings:
             KL coefficient of the returns, in units of reward per nat. Needs a reference model unless 0.
         reward_weights (`tuple[float, ...]`, *optional*):
             Weights of the F reward functions in `reward`, by default 1 each.
-        reward_transform (`str`, *optional*):
-            Transform of `return_transformed`: `"exponential"` (r − a·exp(b·r)) or `"indicator"` (r − a·1[r < threshold]).
-        reward_transform_alpha (`float`, *optional*, defaults to `1.0`): The transform's a.
-        reward_transform_beta (`float`, *optional*, defaults to `-1.0`): The exponential transform's b, below 0.
-        reward_transform_threshold (`float`, *optional*): The indicator transform's threshold, in units of reward.
         dtype (`str`, *optional*, defaults to `"auto"`): Precision of models that are loaded by name.
         revision (`str`, *optional*): Revision of the model on the Hub.
         engine (`str`, *optional*, defaults to `"transformers"`):
@@ -91,10 +85,6 @@ class SamplingSettings:
     shard_size: int = 256
     beta: float = 0.0
     reward_weights: tuple[float, ...] | None = None
-    reward_transform: Literal["exponential", "indicator"] | None = None
-    reward_transform_alpha: float = 1.0
-    reward_transform_beta: float = -1.0
-    reward_transform_threshold: float | None = None
     dtype: str = "auto"
     revision: str | None = None
     engine: EngineName = "transformers"
@@ -104,7 +94,6 @@ class SamplingSettings:
         check_template_variables(self.chat_template_kwargs, ("tools",))
         require_at_least(self, 1, "num_samples", "max_completion_length", "batch_size", "shard_size")
         check_choices(self)
-        check_transform(self)
         require_finite(self, "beta")
         weights_are_finite = all(map(math.isfinite, self.reward_weights or ()))
         require(self, weights_are_finite, "reward_weights", "must be finite numbers")
@@ -124,10 +113,7 @@ def check_early(
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
     for name in ("model", "dtype", "revision", "generation_config"):
         if name in (engine_kwargs or {}):
-            raise ValueError(
-                f"`engine_kwargs` has `{name}`, which sampling itself sets; leave it out"
-                + (f" and set `{name}`." if name != "generation_config" else ".")
-            )
+            raise ValueError(f"`engine_kwargs` has `{name}`, which sampling itself sets; leave it out.")
 
 
 def sample_completions(
@@ -157,8 +143,7 @@ def sample_completions(
     `messages` (JSON, of conversations), `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
     `log_prob` and `entropy` (in nats, see [`~trl_repulse.evaluation.log_probs.completion_log_probs`]), `rewards/NAME`
     for each reward function, `reward` (their weighted sum, missing if no function gave one) and `return` (reward −
-    beta·kl). With a reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative);
-    with a transform, `return_transformed` (transformed reward − beta·kl).
+    beta·kl). With a reference, also `log_prob_reference` and `kl` (log p − log p_0 of the sample, can be negative).
 
     Args:
         output_dir (`str` or `Path`): Folder to write to: new, empty, or begun by the same call.
@@ -247,9 +232,7 @@ def sample_completions(
     sizes = {number: min(settings.shard_size, total - number * settings.shard_size) for number in mine}
     missing = {number: size for number, size in sizes.items() if not records.has_shard(folder, number, size)}
     if missing and begun:
-        for each, identity in header["rewards"].items():
-            if known_by_name_alone(identity):
-                warn_of_name(folder, each)
+        warn_of_names(folder, header["rewards"])
     done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
     bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
     draws = settings.engine == "transformers"
@@ -352,10 +335,7 @@ def _shard_table(
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
     penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL would be NaN
-    columns |= {"reward": _numbers(reward), "return": _numbers(reward - penalty)}
-    if settings.reward_transform is not None:
-        columns["return_transformed"] = _numbers(transform_rewards(settings, reward) - penalty)
-    return pa.table(columns)
+    return pa.table(columns | {"reward": _numbers(reward), "return": _numbers(reward - penalty)})
 
 
 def _numbers(values: torch.Tensor) -> pa.Array:

@@ -26,7 +26,7 @@ from .._numbers import is_bad
 
 MIN_TAIL = 100  # fewest samples in the tail for an interval of CVaR
 MIN_BELOW = 10  # fewest of them below the quantile, since the others have no spread
-LARGEST = 1e290  # largest reward whose sums and products stay finite
+LARGEST = 1e60  # largest reward, so that fourth powers have finite sums; its inverse is the smallest standard error
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
 
 def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
     """Interval for a mean: Student's, moved towards the longer tail (Hall, 1992). Values are (P, N); with N = 1,
-    prompts count as drawn too. Ends are infinite where all values of each prompt are equal."""
+    prompts count as drawn too. Ends are infinite where all values of each prompt are (all but) equal."""
     if values.shape[1] == 1:
         values = values.T
     prompts, samples = values.shape
@@ -188,10 +188,9 @@ def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float
     if samples == 1 or (values == values[:, :1]).all():
         return -math.inf, math.inf
     deviations = values - values.mean(axis=1, keepdims=True)
-    # Scaled by a power of two, which is exact: cubes could overflow or underflow
-    exponent = math.frexp(float(np.abs(deviations).max()))[1]
-    deviations = np.ldexp(deviations, -exponent)
     error = math.sqrt((deviations**2).sum() / (samples - 1) / samples) / prompts
+    if error < 1 / LARGEST:
+        return -math.inf, math.inf
     skew = float((deviations**3).mean(axis=1).sum() / (samples**2 * prompts**3)) / error**3  # skewness of the mean
 
     def inverse(z: float) -> float:
@@ -199,7 +198,6 @@ def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float
         return z if abs(skew) < 1e-9 else 3 / skew * (float(np.cbrt(1 + skew * (z - skew / 6))) - 1)
 
     z = float(student_t.isf((1 - confidence) / 2, prompts * (samples - 1)))
-    error = math.ldexp(error, exponent)
     return value - error * inverse(z), value - error * inverse(-z)
 
 
@@ -218,7 +216,7 @@ def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
     if not np.isfinite(rewards).all():
         raise ValueError("`rewards` holds values that are not finite; fix the reward before estimating its tail.")
     if np.abs(rewards).max() > LARGEST:
-        raise ValueError(f"`rewards` holds values beyond {LARGEST:g}, whose sums are none; scale the reward down.")
+        raise ValueError(f"`rewards` holds values beyond {LARGEST:g}, whose powers overflow; scale the reward down.")
     check_share("confidence", confidence)
     return rewards
 
@@ -246,15 +244,11 @@ def combined_interval(
     (subtracted if negative) and degrees of freedom. The ends are infinite if a component has none."""
     if not components or any(freedom <= 0 for _, freedom in components):
         return -math.inf, math.inf
-    # Scaled by a power of four, which is exact: squares could overflow or underflow
-    exponent = math.frexp(max(abs(part) for part, _ in components))[1] // 2
-    scaled = [(math.ldexp(part, -2 * exponent), freedom) for part, freedom in components]
-    variance = sum(part for part, _ in scaled)
-    spread = sum(part**2 / freedom for part, freedom in scaled)
+    variance = sum(part for part, _ in components)
+    spread = sum(part**2 / freedom for part, freedom in components)
     if variance <= 0 or spread == 0:
         return value, value
     half = float(student_t.isf((1 - confidence) / 2, variance**2 / spread)) * math.sqrt(variance)
-    half = math.ldexp(half, exponent)
     return value - half, value + half
 
 
@@ -279,9 +273,6 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
     value = float(cells.mean())
     by_seed, by_prompt = cells.mean(axis=1) - value, cells.mean(axis=0) - value
     residual = cells - value - by_seed[:, None] - by_prompt  # not explained by either
-    # Scaled by a power of two, as in `combined_interval`
-    exponent = math.frexp(float(np.abs(cells - value).max()))[1]
-    by_seed, by_prompt, residual = (np.ldexp(part, -exponent) for part in (by_seed, by_prompt, residual))
     components = []
     if seeds > 1:
         components.append((float((by_seed**2).sum()) / (seeds * (seeds - 1)), seeds - 1))
@@ -300,6 +291,4 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
         else:  # no difference between seeds or prompts
             total = seeds * prompts - 1
             components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
-    with np.errstate(over="ignore"):  # an end beyond the range of floats is infinite
-        low, high = np.ldexp(combined_interval(0.0, components, confidence), exponent).tolist()
-    return value + low, value + high
+    return combined_interval(value, components, confidence)

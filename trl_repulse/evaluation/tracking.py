@@ -1,6 +1,5 @@
 """What a training run cost, and the file and table of its results."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer, RLOOTrainer
 
 from ..configs import NegativeTermConfig
+from .records import write_report
 from .report import text_table
 
 
@@ -86,9 +86,8 @@ def write_results(
 
     The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (the policy's
     `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, as far as they are tracked), `seconds`,
-    `metrics` (the last that were logged), `history` and `settings`. Without exact evaluation, `initial` and `final`
-    are missing and `history` is empty. Entries that are `None` or not finite are left out; values unknown to JSON are
-    written as text.
+    `metrics` (the last that were logged), `history` and `settings`, without those that are `None`. Without exact evaluation,
+    `initial` and `final` are missing and `history` is empty. Numbers that are not finite are written as `None`.
     """
     history = callback.history
     results = {
@@ -96,30 +95,14 @@ def write_results(
         "seed": seed,
         "samples": callback.samples,
         "policy_updates": callback.updates,
-        "initial": history[0]["policy"] if history else None,
-        "final": history[-1]["policy"] if history else None,
         "seconds": callback.seconds,
         "metrics": metrics or {},
         "history": history,
-        "settings": settings,
+        "settings": {name: value for name, value in settings.items() if value is not None},
     }
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_known(results), indent=2, default=str, allow_nan=False, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def _known(value: Any) -> Any:
-    """The value without dictionary entries that are `None` or not finite; such items of lists become text."""
-    if isinstance(value, dict):
-        return {str(key): _known(item) for key, item in value.items() if not _is_missing(item)}
-    if isinstance(value, list | tuple):
-        return [str(item) if _is_missing(item) else _known(item) for item in value]
-    return value
-
-
-def _is_missing(value: Any) -> bool:
-    return value is None or isinstance(value, float) and not math.isfinite(value)
+    if history:
+        results |= {"initial": history[0]["policy"], "final": history[-1]["policy"]}
+    write_report(Path(path), results)
 
 
 def format_table(callback: TrackingCallback, metrics: dict[str, Any] | None = None) -> str:

@@ -274,9 +274,10 @@ def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
 
 
-def rank_among(
-    values: torch.Tensor, others: torch.Tensor, counted: torch.Tensor | None = None, tolerance: float = 1e-4
-) -> torch.Tensor:
+_TIE = 1e-4  # difference up to which two values are a tie, since scores of one completion differ by rounding
+
+
+def rank_among(values: torch.Tensor, others: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
     """
     Where a prompt's values stand among others of the same prompt.
 
@@ -285,8 +286,6 @@ def rank_among(
             Of shape (P, N) and (P, M).
         counted (`torch.Tensor`, *optional*):
             Mask of the values that count, of shape (P, N); all by default.
-        tolerance (`float`, *optional*, defaults to `1e-4`):
-            Difference up to which two values are a tie, since scores of one completion differ by rounding.
 
     Returns:
         `torch.Tensor`: Of shape (P,), the mean share of others below a value, ties counting half: 0.5 on average for equal
@@ -294,7 +293,7 @@ def rank_among(
     """
     require_shape("others", others, (values.shape[0], -1))
     gap = values[:, :, None] - others[:, None]
-    ties = gap.abs() <= tolerance
+    ties = gap.abs() <= _TIE
     below = ((gap > 0) & ~ties).float().add(0.5 * ties).mean(dim=2)  # (P, N)
     return below.mean(dim=1) if counted is None else below.masked_fill(~counted, torch.nan).nanmean(dim=1)
 

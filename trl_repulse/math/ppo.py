@@ -87,25 +87,21 @@ def masked_moments(
 
 
 def whiten(
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    reduce: Callable[[torch.Tensor], torch.Tensor] = _alone,
-    epsilon: float = 1e-8,
+    values: torch.Tensor, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor] = _alone
 ) -> torch.Tensor:
     """
-    Shifts and scales values to mean 0 and variance 1 over the positions that count, in all processes together.
+    Shifts and scales values to mean 0 and variance 1 over the positions that count, in all processes together. Values that are all equal
+    become 0.
 
     Args:
         values, mask, reduce:
             As for [`masked_moments`].
-        epsilon (`float`, *optional*, defaults to `1e-8`):
-            Added to the variance: values that are all equal become 0.
 
     Returns:
         `torch.Tensor`: Values of shape (B, T), 0 where masked, detached.
     """
     mean, variance = masked_moments(values, mask, reduce)
-    return ((values.detach() - mean) * torch.rsqrt(variance + epsilon)).masked_fill(mask == 0, 0.0)
+    return ((values.detach() - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(mask == 0, 0.0)
 
 
 def value_loss(

@@ -13,7 +13,6 @@ _EXPORTS = {
     "GCGResult": "engine",
     "GCGRunArguments": "config",
     "RefusalJudge": "evaluator",
-    "RewardJudge": "evaluator",
     "evaluate_gcg": "evaluator",
     "format_report": "results",
     "read_results": "results",
@@ -26,7 +25,7 @@ __all__ = sorted(_EXPORTS)
 if TYPE_CHECKING:
     from .config import GCGConfig, GCGEvaluationConfig, GCGRunArguments  # noqa: F401
     from .engine import GCG, GCGError, GCGResult, run_gcg  # noqa: F401
-    from .evaluator import RefusalJudge, RewardJudge, evaluate_gcg  # noqa: F401
+    from .evaluator import RefusalJudge, evaluate_gcg  # noqa: F401
     from .results import format_report, read_results, summarize  # noqa: F401
 
 __getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

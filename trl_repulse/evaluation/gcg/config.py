@@ -26,8 +26,6 @@ class GCGConfig:
             Positions that a candidate changes.
         buffer_size (`int`, *optional*, defaults to `0`):
             Best suffixes kept; a step starts from the best of them, or with 0 from the last step's best, even if it is worse.
-        mellowmax (`float`, *optional*):
-            Inverse temperature of the loss, a mellowmax (Asadi and Littman 2017) over target tokens; if unset, it is their mean.
         suffix_init (`str`, *optional*, defaults to `" x x x x x x x x x x"`):
             Initial suffix. It follows the prompt directly; begin it with a separator.
         micro_batch_size (`int`, *optional*):
@@ -38,19 +36,6 @@ class GCGConfig:
         filter_roundtrip (`str`, *optional*, defaults to `"context"`):
             Text from which the tokenizer must give a candidate back: `"context"`, the whole prompt; `"suffix"`, as in nanogcg;
             `"off"`, none.
-        allow_non_ascii (`bool`, *optional*, defaults to `False`):
-            Whether to draw tokens that are not printable ASCII.
-        early_stop (`bool`, *optional*, defaults to `False`):
-            Whether to stop once greedy decoding after the current suffix gives the target.
-        stop_loss (`float`, *optional*):
-            Loss, in nats, at which to stop.
-        screen_dtype (`str`, *optional*):
-            Precision, `"bfloat16"` or `"float16"`, of a copy of the model that scores all candidates; the model scores
-            only those that may be the best. Results are the same up to rare outliers. If unset, there is no copy.
-        probe_sampling_factor (`int`, *optional*, defaults to `16`):
-            With a draft model, the probe set holds one in so many candidates (Zhao et al. 2024, arXiv 2403.01251).
-        probe_reduction (`int`, *optional*, defaults to `8`):
-            With a draft model, divides the share of further candidates that the model scores.
         prompt_format (`str`, *optional*, defaults to `"chat"`):
             `"chat"` for the tokenizer's chat template, `"raw"` for plain text that the model continues.
         chat_template_kwargs (`dict` or `str`, *optional*):
@@ -67,28 +52,18 @@ class GCGConfig:
     topk: int = 256
     n_replace: int = 1
     buffer_size: int = 0
-    mellowmax: float | None = None
     suffix_init: str = " x" * 10
     micro_batch_size: int | None = None
     use_prefix_cache: bool = True
     filter_roundtrip: Literal["context", "suffix", "off"] = "context"
-    allow_non_ascii: bool = False
-    early_stop: bool = False
-    stop_loss: float | None = None
-    screen_dtype: Literal["bfloat16", "float16"] | None = None
-    probe_sampling_factor: int = 16
-    probe_reduction: int = 8
     prompt_format: Literal["chat", "raw"] = "chat"
     chat_template_kwargs: dict | str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
-        positive = "num_steps", "search_width", "topk", "n_replace", "probe_sampling_factor", "probe_reduction"
-        require_at_least(self, 1, *positive, "micro_batch_size")
+        require_at_least(self, 1, "num_steps", "search_width", "topk", "n_replace", "micro_batch_size")
         require_at_least(self, 0, "buffer_size")
-        if self.mellowmax is not None and not self.mellowmax > 0:
-            raise ValueError(f"`mellowmax={self.mellowmax}` must be above 0; leave it out for the mean.")
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
         parse_objects(self, "chat_template_kwargs")
@@ -116,9 +91,6 @@ class GCGEvaluationConfig(GCGConfig):
             Whether the judge reads the suffix after the goal.
         max_targets (`int`, *optional*):
             Number of rows used, from the top of the table; all if unset.
-        on_bad_row (`str`, *optional*, defaults to `"error"`):
-            What to do with rows without a goal or target: refuse the table (`"error"`), or record them as skipped
-            (`"skip"`).
         save_responses (`bool`, *optional*, defaults to `False`):
             Whether the results hold the responses.
 
@@ -131,7 +103,6 @@ class GCGEvaluationConfig(GCGConfig):
     max_new_tokens: int = 20
     include_suffix: bool = False
     max_targets: int | None = None
-    on_bad_row: Literal["error", "skip"] = "error"
     save_responses: bool = False
 
     def __post_init__(self) -> None:
@@ -168,8 +139,6 @@ class GCGRunArguments:
             Precision of the model's weights. In bfloat16, losses are too coarse to tell candidates apart.
         model_revision (`str`, *optional*, defaults to `"main"`):
             Branch, tag or commit of the model on the Hub.
-        draft_model_name_or_path (`str`, *optional*):
-            A smaller model with the same tokens, for probe sampling.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with the model.
 
@@ -187,7 +156,6 @@ class GCGRunArguments:
     shard: str = "1/1"
     dtype: str = "float32"
     model_revision: str = "main"
-    draft_model_name_or_path: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

@@ -6,20 +6,16 @@ Axis letters: S tokens of the suffix, A after it, T of the target; B candidates,
 H heads, D dimensions of a head.
 """
 
-import copy
 import inspect
 import logging
-import math
 import warnings
-from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from scipy.stats import spearmanr
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
@@ -39,11 +35,6 @@ KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 _TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
 # Times that the candidates of a step are drawn if none survives the round trip
 _DRAWS = 10
-# Candidates that the model scores at a time after screening: at least 8, and one in 32
-_LEAST, _SHARE = 8, 32
-# Distance of the rest from the best loss, in standard deviations of the half-precision error
-_MARGIN = 5.0
-StopReason = Literal["num_steps", "early_stop", "stop_loss"]
 
 
 class GCGError(RuntimeError):
@@ -73,15 +64,13 @@ class GCGResult:
 
     Args:
         suffix (`str`), suffix_ids (`list[int]`):
-            Text and tokens of the best suffix; after an early stop, of the one that caused it.
+            Text and tokens of the best suffix of all steps.
         prompt_ids, target_ids (`list[int]`): Tokens of the whole prompt with the suffix, and of the target.
         loss (`float`):
-            Loss of the suffix in nats: the mean negative log-probability of the target's tokens, or its mellowmax. The
-            lowest of all steps, except after an early stop.
+            Loss of the suffix in nats: the mean negative log-probability of the target's tokens.
         initial_loss (`float`): Loss of the suffix that the attack began with.
         losses (`list[float]`): Lowest loss of each step's candidates.
         suffixes (`list[str]`): Suffix after each step.
-        stop_reason (`str`): `"num_steps"`, `"early_stop"` or `"stop_loss"`.
         exact_match (`bool`): Whether greedy decoding gives the target.
         round_trip (`bool`): Whether the prompt's text with the suffix is tokenized to `prompt_ids`.
     """
@@ -94,7 +83,6 @@ class GCGResult:
     initial_loss: float
     losses: list[float]
     suffixes: list[str]
-    stop_reason: StopReason
     exact_match: bool
     round_trip: bool
 
@@ -102,17 +90,14 @@ class GCGResult:
 class SuffixScorer:
     """
     Losses of suffixes in one prompt, under a model in evaluation mode, `micro_batch_size` of them in one forward pass. That is
-    halved for good when memory runs out. With `mellowmax`, the loss is the mellowmax over target tokens instead of their mean.
+    halved for good when memory runs out.
 
     Keys and values of the tokens before the suffix are computed once. Those of a candidate's unchanged first tokens come from
     the last observed suffix: candidates are sorted by the first changed position, and a micro-batch starts at its lowest one.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, prompt: AttackPrompt, micro_batch_size: int, mellowmax: float | None = None
-    ):
+    def __init__(self, model: PreTrainedModel, prompt: AttackPrompt, micro_batch_size: int):
         self.model, self.prompt, self.micro_batch_size = model, prompt, micro_batch_size
-        self._mellowmax = mellowmax
         self._embedding: Any = model.get_input_embeddings()
         self._before, self._after, self._target = (
             torch.tensor([ids], dtype=torch.long, device=model.device)
@@ -125,6 +110,7 @@ class SuffixScorer:
         self._prefix: KeyValues | None = None
         self._observed: tuple[torch.Tensor, KeyValues] | None = None
 
+    @torch.no_grad()
     def enable_cache(self, ids: torch.Tensor) -> None:
         """Turns the cache on if losses with and without it agree for a suffix `ids` (S,), and warns otherwise."""
         pair = torch.stack([ids, ids])
@@ -135,10 +121,9 @@ class SuffixScorer:
             # Without the configuration: sliding windows are masked, not cut, and views stay valid
             cache = DynamicCache()
             if self._before.shape[1]:
-                with torch.no_grad():
-                    self.model(input_ids=self._before, **with_cache(self.model, cache))
+                self.model(input_ids=self._before, **with_cache(self.model, cache))
             self._prefix = _as_key_values(cache)
-            self.observe(ids)
+            self._forward(ids[None], keep=True)
             cached = self.losses(pair)
             if torch.allclose(cached, plain, rtol=tolerance, atol=tolerance):
                 return
@@ -154,15 +139,9 @@ class SuffixScorer:
             reason,
         )
 
-    @torch.no_grad()
-    def observe(self, ids: torch.Tensor) -> None:
-        """Keeps the keys and values of a suffix (S,), for candidates made from it. [`gradient`] does so too."""
-        if self._prefix is not None:
-            self._forward(ids[None], keep=True)
-
-    def gradient(self, ids: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def gradient(self, ids: torch.Tensor) -> torch.Tensor:
         """Gradient (S, V) of the loss with respect to the one-hot tokens of a suffix (S,), on the model's device,
-        taken at the output of the embedding, and whether greedy decoding after the suffix gives the target."""
+        taken at the output of the embedding. The suffix becomes the observed one."""
         leaves: list[torch.Tensor] = []
 
         def cut(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -172,8 +151,7 @@ class SuffixScorer:
         handle = self._embedding.register_forward_hook(cut)
         try:
             with torch.enable_grad():
-                logits = self._forward(ids[None], keep=True)
-                loss = self._loss(logits)[0]
+                loss = self._loss(self._forward(ids[None], keep=True))[0]
         finally:
             handle.remove()
         start = 0 if self._prefix is not None else len(self.prompt.before_ids)
@@ -182,13 +160,12 @@ class SuffixScorer:
             table = self._embedding.weight  # (V, features)
             if type(self._embedding) is not nn.Embedding:  # some models scale the weights
                 table = self._embedding(torch.arange(len(table), device=self.model.device))
-            gradient = gradient[0, start : start + len(ids)] @ table.T
-        return gradient, self._matches(logits)
+            return gradient[0, start : start + len(ids)] @ table.T
 
     @torch.no_grad()
     def matches(self, ids: torch.Tensor) -> bool:
         """Whether greedy decoding after a suffix (S,) gives the target."""
-        return self._matches(self._forward(ids[None]))
+        return bool((self._forward(ids[None])[0].argmax(-1) == self._target[0]).all())
 
     @torch.no_grad()
     def losses(self, candidates: torch.Tensor) -> torch.Tensor:
@@ -214,9 +191,6 @@ class SuffixScorer:
             done += len(chosen)
         return losses
 
-    def _matches(self, logits: torch.Tensor) -> bool:
-        return bool((logits[0].argmax(-1) == self._target[0]).all())
-
     def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
         """Logits that predict the target, (B, T, V), float32. Tokens before `start` come from the observed suffix.
         `keep` makes the suffix, one row, the observed one."""
@@ -240,10 +214,8 @@ class SuffixScorer:
     def _loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Losses of shape (B,) from logits of shape (B, T, V)."""
         targets = self._target.expand(len(logits), -1)
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-        if self._mellowmax is None:
-            return losses.mean(dim=1)
-        return ((self._mellowmax * losses).logsumexp(dim=1) - math.log(losses.shape[1])) / self._mellowmax
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view(targets.shape).mean(dim=1)
 
 
 def _as_key_values(cache: Any) -> KeyValues:
@@ -267,7 +239,6 @@ def run_gcg(
     messages: str | Messages,
     target: str,
     config: GCGConfig | None = None,
-    draft_model: PreTrainedModel | None = None,
 ) -> GCGResult:
     """
     Searches for a suffix to a prompt after which a model begins its answer with the target.
@@ -279,49 +250,23 @@ def run_gcg(
             The prompt: text, which becomes a message of the user, or a conversation. The suffix follows the last message.
         target (`str`): Beginning of the answer to provoke.
         config ([`GCGConfig`], *optional*): Settings of the attack.
-        draft_model ([`~transformers.PreTrainedModel`], *optional*):
-            A smaller model with the same tokens, for probe sampling (Zhao et al. 2024, arXiv 2403.01251): it scores all
-            candidates, and the model only the most promising ones. Faster, but not exact.
 
     Raises:
-        `ValueError`: If the target is empty, a model is not causal, there is no chat template, or the settings do not fit the
-            tokenizer or a draft model.
+        `ValueError`: If the target is empty, the model is not causal, there is no chat template, or the settings do not fit the
+            tokenizer.
         [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
     """
-    return GCG(model, tokenizer, config or GCGConfig(), draft_model).run(messages, target)
+    return GCG(model, tokenizer, config or GCGConfig()).run(messages, target)
 
 
 class GCG:
     """An attack on one model, for any number of prompts. Arguments and errors are those of [`run_gcg`]."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        config: GCGConfig,
-        draft_model: PreTrainedModel | None = None,
-    ):
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: GCGConfig):
         self.model, self.tokenizer, self.config = model, tokenizer, config
         check_causal(model, "`model`")
-        if draft_model is not None:
-            check_causal(draft_model, "`draft_model`")
-            if _embeddings(draft_model) < len(tokenizer):
-                raise ValueError(
-                    "`draft_model` has fewer tokens than the tokenizer; give a model with the tokens of the attacked one."
-                )
-            if config.screen_dtype is not None:
-                raise ValueError("A `draft_model` and `screen_dtype` both choose what is scored; leave out one.")
-        screen: PreTrainedModel | None = None
-        if config.screen_dtype is not None:
-            if model.dtype == getattr(torch, config.screen_dtype):
-                raise ValueError(f"The model is in {config.screen_dtype} already; leave `screen_dtype` out.")
-            # The weights must require a gradient: otherwise torch (2.13) multiplies a slice of the hidden states with
-            # the head row by row, which is a hundred times slower on CPU in half precision
-            screen = copy.deepcopy(model).to(getattr(torch, config.screen_dtype)).requires_grad_(True)
-        self._models = model, draft_model, screen
-        rows = _embeddings(model)
-        allowed = allowed_tokens(tokenizer, rows, config.allow_non_ascii)
-        self._allowed = allowed.to(model.device)
+        embedding: Any = model.get_input_embeddings()
+        self._allowed = allowed_tokens(tokenizer, len(embedding.weight)).to(model.device)
         self._topk = min(config.topk, int(self._allowed.sum()))
         if self._topk < config.topk:
             warnings.warn(f"`topk={config.topk}` is more than the {self._topk} tokens that are allowed; using these.")
@@ -336,43 +281,34 @@ class GCG:
             self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
         )
         ids = prompt.splice(prompt.suffix_ids)
-        with ExitStack() as stack:
-            for model in self._models:
-                if model is not None:
-                    check_token_ids([ids, prompt.target_ids], model.config)
-                    check_context(model.config, len(ids), len(prompt.target_ids))
-                    stack.enter_context(in_mode(model, training=False))
+        check_token_ids([ids, prompt.target_ids], self.model.config)
+        check_context(self.model.config, len(ids), len(prompt.target_ids))
+        with in_mode(self.model, training=False):
             return self._run(prompt, config.seed if seed is None else seed)
 
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
         config = self.config
         generator = torch.Generator().manual_seed(seed)
-        scorer, draft, screen = (self._scorer(model, prompt) for model in self._models)
-        assert scorer is not None
+        size = config.micro_batch_size or (64 if self.model.device.type == "cpu" else config.search_width)
+        scorer = SuffixScorer(self.model, prompt, size)
+        if config.use_prefix_cache:
+            scorer.enable_cache(torch.tensor(prompt.suffix_ids))
         buffer = self._fill_buffer(prompt, scorer, generator)
-        initial_loss, ids = best = buffer[0]
-        losses: list[float] = []
+        initial_loss, ids = buffer[0]
+        steps: list[tuple[float, torch.Tensor]] = []  # the best candidate of each, with its loss
         suffixes: list[str] = []
-        stop_reason: StopReason = "num_steps"
         for _ in range(config.num_steps):
-            gradient, matches = scorer.gradient(ids)
-            if matches and config.early_stop:
-                stop_reason, best = "early_stop", buffer[0]
-                break
-            candidates = self._draw(prompt, ids, gradient, generator)
-            found = loss, _ = self._search(scorer, draft, screen, ids, candidates, generator)
+            candidates = self._draw(prompt, ids, scorer.gradient(ids), generator)
+            losses = finite(scorer.losses(candidates))
+            best = int(losses.argmin())
+            steps.append((losses[best].item(), candidates[best]))
             if config.buffer_size == 0:
-                buffer = [found]
-            elif loss < buffer[-1][0]:
-                buffer = sorted([*buffer[: config.buffer_size - 1], found], key=itemgetter(0))
-            best = min(best, found, key=itemgetter(0)) if losses else found
+                buffer = steps[-1:]
+            elif steps[-1][0] < buffer[-1][0]:
+                buffer = sorted([*buffer[: config.buffer_size - 1], steps[-1]], key=itemgetter(0))
             ids = buffer[0][1]
-            losses.append(loss)
             suffixes.append(prompt.suffix_texts([ids.tolist()])[0])
-            if config.stop_loss is not None and loss <= config.stop_loss:
-                stop_reason = "stop_loss"
-                break
-        loss, ids = best
+        loss, ids = min(steps, key=itemgetter(0))
         row = ids.tolist()
         return GCGResult(
             suffix=prompt.suffix_texts([row])[0],
@@ -381,21 +317,11 @@ class GCG:
             target_ids=prompt.target_ids,
             loss=loss,
             initial_loss=initial_loss,
-            losses=losses,
+            losses=[loss for loss, _ in steps],
             suffixes=suffixes,
-            stop_reason=stop_reason,
             exact_match=scorer.matches(ids),
             round_trip=bool(prompt.survives(ids[None], "context")),
         )
-
-    def _scorer(self, model: PreTrainedModel | None, prompt: AttackPrompt) -> SuffixScorer | None:
-        if model is None:
-            return None
-        size = self.config.micro_batch_size or (64 if model.device.type == "cpu" else self.config.search_width)
-        scorer = SuffixScorer(model, prompt, size, self.config.mellowmax)
-        if self.config.use_prefix_cache:
-            scorer.enable_cache(torch.tensor(prompt.suffix_ids))
-        return scorer
 
     def _fill_buffer(
         self, prompt: AttackPrompt, scorer: SuffixScorer, generator: torch.Generator
@@ -436,86 +362,3 @@ class GCG:
             f"No candidate of {_DRAWS} draws survived the round trip through the tokenizer; set "
             "`filter_roundtrip='suffix'` or 'off', or try another `suffix_init`."
         )
-
-    def _search(
-        self,
-        scorer: SuffixScorer,
-        draft: SuffixScorer | None,
-        screen: SuffixScorer | None,
-        ids: torch.Tensor,
-        candidates: torch.Tensor,
-        generator: torch.Generator,
-    ) -> tuple[float, torch.Tensor]:
-        """The best candidate and its loss."""
-        config = self.config
-        if draft is not None:
-            sizes = config.probe_sampling_factor, config.probe_reduction
-            losses = probe_losses(scorer, draft, ids, candidates, generator, *sizes)
-        elif screen is not None:
-            losses = screened_losses(scorer, screen, ids, candidates)
-        else:
-            losses = finite(scorer.losses(candidates))
-        index = int(losses.argmin())
-        return losses[index].item(), candidates[index]
-
-
-def _embeddings(model: Any) -> int:
-    return len(model.get_input_embeddings().weight)
-
-
-def screened_losses(
-    scorer: SuffixScorer, screen: SuffixScorer, ids: torch.Tensor, candidates: torch.Tensor
-) -> torch.Tensor:
-    """
-    Losses (B,) in nats of the best candidates (B, S), infinite for the others.
-
-    A half-precision copy of the model (`screen`) ranks all candidates. The model scores them in this order until the best
-    loss is below the copy's next one by five standard deviations of the copy's errors so far, or all where the copy overflows.
-    """
-    screen.observe(ids)
-    guesses = screen.losses(candidates)
-    if not guesses.isfinite().all():
-        return finite(scorer.losses(candidates))
-    order = guesses.argsort(stable=True)
-    losses = torch.full_like(guesses, torch.inf)
-    size = max(_LEAST, len(order) // _SHARE)
-    for start in range(0, len(order), size):
-        chosen = order[start : start + size]
-        losses[chosen] = finite(scorer.losses(candidates[chosen]))
-        done = start + len(chosen)
-        if done < len(order):
-            errors = losses[order[:done]] - guesses[order[:done]]
-            if losses.min() < guesses[order[done]] + errors.mean() - _MARGIN * errors.std():
-                break
-    return losses
-
-
-def probe_losses(
-    scorer: SuffixScorer,
-    draft: SuffixScorer,
-    ids: torch.Tensor,
-    candidates: torch.Tensor,
-    generator: torch.Generator,
-    sampling_factor: int,
-    reduction: int,
-) -> torch.Tensor:
-    """
-    Probe sampling (Zhao et al. 2024, arXiv 2403.01251): losses (B,) of some candidates (B, S), infinite for the others.
-
-    The model scores a random probe set of B / `sampling_factor` candidates, and the draft model's best
-    (1 − a) · B / `reduction`, where a in [0, 1] is the agreement of the two models on the order of the probe set.
-    """
-    count = len(candidates)
-    draft.observe(ids)
-    guesses = finite(draft.losses(candidates))
-    probe = torch.randperm(count, generator=generator)[: max(2, count // sampling_factor)]
-    losses = torch.full((count,), math.inf)
-    losses[probe] = finite(scorer.losses(candidates[probe]))
-    # Undefined for one candidate or equal losses: then treated as uncorrelated
-    correlation = spearmanr(losses[probe].numpy(), guesses[probe].numpy()).statistic if len(probe) > 1 else math.nan
-    agreement = 0.5 if math.isnan(correlation) else (1 + correlation) / 2
-    chosen = guesses.argsort(stable=True)[: max(1, int((1 - agreement) * count / reduction))]
-    chosen = chosen[losses[chosen].isinf()]
-    if len(chosen):
-        losses[chosen] = finite(scorer.losses(candidates[chosen]))
-    return losses

@@ -113,16 +113,17 @@ def build_prompt(
     return prompt
 
 
-def allowed_tokens(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, allow_non_ascii: bool) -> torch.Tensor:
-    """Mask (V,) of the tokens that a suffix may contain, none of them special, for V rows of an embedding. Raises `ValueError` without any."""
+def allowed_tokens(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> torch.Tensor:
+    """Mask (V,) of the tokens that a suffix may contain, for V rows of an embedding: printable ASCII, and not special. Raises `ValueError`
+    without any."""
     allowed = torch.zeros(num_embeddings, dtype=torch.bool)
     known = min(len(tokenizer), num_embeddings)
     texts = _decode(tokenizer, [[i] for i in range(known)])
-    allowed[:known] = torch.tensor([allow_non_ascii or (text.isascii() and text.isprintable()) for text in texts])
+    allowed[:known] = torch.tensor([text.isascii() and text.isprintable() for text in texts])
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     allowed[[i for i in special | set(tokenizer.all_special_ids) if i < num_embeddings]] = False
     if not allowed.any():
-        raise ValueError("The tokenizer has no token that a suffix may hold; set `allow_non_ascii=True`.")
+        raise ValueError("The tokenizer has no token of printable ASCII for a suffix; attack with another method.")
     return allowed
 
 

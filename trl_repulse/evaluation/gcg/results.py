@@ -23,7 +23,7 @@ from ..tails import Estimate, cvar, prob_below, success_at
 
 
 KIND = "attacks"
-STATUSES = ("ok", "skipped", "error")
+STATUSES = ("ok", "error")
 PHASES = ("before", "after")
 
 
@@ -77,7 +77,7 @@ def summarize(
         tail (`float`, *optional*, defaults to `0.1`): Share of samples that the conditional value at risk averages.
 
     Returns:
-        `dict`: `"targets"`, the number of `"rows"` of the table, and of them `"ok"`, `"skipped"`, `"error"`, `"missing"` (not
+        `dict`: `"targets"`, the number of `"rows"` of the table, and of them `"ok"`, `"error"`, `"missing"` (not
         yet evaluated) and `"unscored"` (with a response that the judge left out); `"scored"`, the denominator of all rates; `"judge"`,
         `"level"` and `"tail"`; `"cvar"`, one [`~trl_repulse.evaluation.tails.Estimate`] a phase; `"thresholds"`, the rates at each.
 
@@ -118,7 +118,7 @@ def _rates(scores: dict[str, np.ndarray], threshold: float, k: Sequence[int], le
 def format_report(summary: dict[str, Any]) -> str:
     """The summary that [`summarize`] returned, as text of several lines."""
     counts, coverage = summary["targets"], f"{100 * summary['level']:g} %"
-    left_out = ", ".join(f"{counts[name]} {name}" for name in ("skipped", "error", "missing", "unscored"))
+    left_out = ", ".join(f"{counts[name]} {name}" for name in ("error", "missing", "unscored"))
     lines = [f"{counts['rows']} targets, judged by {summary['judge']}; intervals of {coverage}"]
     lines.append(f"Rates are of {summary['scored']} targets ({left_out})")
     for threshold, rates in summary["thresholds"].items():

@@ -5,6 +5,7 @@ Axis letters: P prompts, N completions per prompt, K components.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -337,12 +338,8 @@ def _count(
     return _count_interval(log_x, counts, confidence, log_weight)
 
 
-def weighted_quantile(sample: MixtureSample, level: float) -> float:
-    """The lowest reward up to which completions have probability `level` under the policy, by their weights."""
-    return _weighted_quantiles(sample, [level])[0]
-
-
-def _weighted_quantiles(sample: MixtureSample, levels: list[float]) -> list[float]:
+def weighted_quantiles(sample: MixtureSample, levels: Sequence[float]) -> list[float]:
+    """For each level the lowest reward up to which completions have that probability under the policy, by their weights."""
     rewards, order = sample.rewards.double().flatten().sort(stable=True)
     cumulative = sample.log_w.flatten()[order].logcumsumexp(dim=0) - math.log(order.numel())
     return [float(rewards[min(int((cumulative < math.log(level)).sum()), len(rewards) - 1)]) for level in levels]
@@ -359,7 +356,7 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     check_share("confidence", confidence)
     check_share("level", level)
-    quantile, *around = _weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
+    quantile, *around = weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
@@ -387,14 +384,6 @@ def _shortfall(sample: MixtureSample, t: float, level: float, confidence: float)
     return _count_interval(log_x, sample.counts, confidence, nearby + log_mean_depth)
 
 
-def _times_exp(number: float, shift: float) -> float:
-    """number · e^shift, where e^shift alone may overflow."""
-    try:
-        return number * math.exp(shift)
-    except OverflowError:
-        return math.exp(math.log(number) + shift) if number else 0.0
-
-
 def _count_interval(
     log_x: torch.Tensor, counts: tuple[int, ...], confidence: float, log_weight: float = -math.inf
 ) -> tuple[float, float, float, float]:
@@ -411,6 +400,5 @@ def _count_interval(
     high_mean = scale * mean + largest
     high_variance = max(scale**2 * variance, scale * mean * largest * math.exp(log_weight - top)) + largest**2
     upper = gamma.isf(tail, high_mean**2 / high_variance, scale=high_variance / high_mean)
-    mean, low, error = (_times_exp(float(each), shift) for each in (mean, lower, variance**0.5))
-    high = _times_exp(float(upper), top)
-    return mean, low, high, error
+    mean, low, error = (float(each) * math.exp(shift) for each in (mean, lower, variance**0.5))
+    return mean, low, float(upper) * math.exp(top), error

@@ -19,6 +19,7 @@ from ..tails import check_share
 # Largest shortfall from the nominal coverage in a back-test; 2 to 5 % of samples with the right tail exceed it
 MAX_SHORTFALL = 0.15
 _DRAWS = 10_000  # draws of the scale
+_LEAST = 10  # of the largest scores in a fit, and blocks of a back-test
 
 
 class NoForecastError(ValueError):
@@ -73,19 +74,17 @@ class BackTest:
 def forecast_largest(
     scores: torch.Tensor,
     sizes: Sequence[int],
-    num_exceedances: int | None = None,
     confidence: float = 0.95,
     seed: int = 0,
 ) -> list[Forecast]:
     """
-    Extrapolates the largest score to larger numbers of samples.
+    Extrapolates the largest score to larger numbers of samples, from the √N largest, at least 10.
 
     Args:
         scores (`torch.Tensor` of shape `(N,)`):
             Scores of independent samples, high for bad outputs: −r of completions of the policy, or −log(−log P(bad)) of
             prompts (Jones et al., 2025).
         sizes (`Sequence[int]`): Numbers of samples to forecast for, such as 10³ to 10⁹.
-        num_exceedances (`int`, *optional*): Number of largest scores in the fit; by default √N, at least 10.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
         seed (`int`, *optional*, defaults to `0`): Seed of the simulation behind them.
 
@@ -94,13 +93,11 @@ def forecast_largest(
             another argument is out of range.
     """
     values = scores.detach().double().cpu().numpy()
-    count = max(10, math.isqrt(values.size)) if num_exceedances is None else num_exceedances
+    count = max(_LEAST, math.isqrt(values.size))
     if values.ndim != 1 or not np.isfinite(values).all():
         raise ValueError("`scores` must be one axis of finite numbers; clamp or leave out the others.")
-    if not 2 <= count < values.size:
-        raise NoForecastError(
-            f"{values.size} scores are too few for `num_exceedances={count}`, at least 2 and fewer than scores."
-        )
+    if count >= values.size:
+        raise NoForecastError(f"{values.size} scores are too few for a forecast, which needs {count + 1}; give more.")
     if not sizes or not all(1 <= size < math.inf for size in sizes):
         raise ValueError(f"`sizes={sizes}` must hold numbers of samples from 1 up, and finite.")
     check_share("confidence", confidence)
@@ -110,7 +107,7 @@ def forecast_largest(
     if excesses.mean() == 0:
         raise NoForecastError(
             f"The {count + 1} largest scores are all {threshold}: there is no slope to extrapolate. Scores may have reached "
-            "their upper end; otherwise raise `num_exceedances`, or give scores with fewer ties."
+            "their upper end; otherwise give scores with fewer ties."
         )
     rng = np.random.default_rng(seed)
     # 2 · sum / scale is chi-squared with twice as many degrees of freedom as excesses
@@ -129,32 +126,19 @@ def forecast_largest(
     return forecasts
 
 
-def back_test(
-    scores: torch.Tensor,
-    num_blocks: int = 10,
-    num_exceedances: int | None = None,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> BackTest:
-    """Forecasts from each of `num_blocks` blocks, at least 2, of the shuffled scores for all the others, to compare
-    with their largest score: an extrapolation by a factor of one less. The other arguments are those of
-    [`forecast_largest`], where the default of `num_exceedances` depends on the size of a block. Raises `ValueError` as
-    it does for a block, except for equal scores."""
-    if num_blocks < 2:
-        raise ValueError(f"`num_blocks={num_blocks}` must be at least 2.")
-    needed = num_blocks * (1 + max(2, 10 if num_exceedances is None else num_exceedances))
+def back_test(scores: torch.Tensor, confidence: float = 0.95, seed: int = 0) -> BackTest:
+    """Forecasts from each tenth of the shuffled scores for all the others, to compare with their largest score. The
+    arguments are those of [`forecast_largest`]. Raises `ValueError` as it does for a tenth, except for equal scores."""
+    needed = _LEAST * (1 + _LEAST)
     if scores.ndim == 1 and len(scores) < needed:
-        raise NoForecastError(
-            f"{len(scores)} scores are too few for a back-test in {num_blocks} blocks, which needs {needed}; give more, or set "
-            "`num_blocks` or `num_exceedances` lower."
-        )
+        raise NoForecastError(f"{len(scores)} scores are too few for a back-test, which needs {needed}; give more.")
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
-    blocks = scores.detach().cpu()[order].tensor_split(num_blocks)
+    blocks = scores.detach().cpu()[order].tensor_split(_LEAST)
     forecasts, observed = [], []
     for index, block in enumerate(blocks):
         others = torch.cat([*blocks[:index], *blocks[index + 1 :]])
         try:
-            forecasts += forecast_largest(block, [len(others)], num_exceedances, confidence, seed + index)
+            forecasts += forecast_largest(block, [len(others)], confidence, seed + index)
         except NoForecastError:
             nan = math.nan
             forecasts.append(Forecast(len(others), nan, nan, nan, confidence, len(others) / len(block)))

@@ -24,7 +24,7 @@ from .._generation import Prompt
 from ..tails import check_share
 from .components import Component
 from .counts import OF_POLICY, OF_REFERENCE, pilot_counts
-from .estimates import weighted_quantile, widened
+from .estimates import weighted_quantiles, widened
 from .mixture import MixtureSample
 from .sampling import Draws, draw
 
@@ -126,7 +126,7 @@ def choose_counts(
 ) -> list[int]:
     """Completions of each prompt from each of the K components, `number` in all, that find most of the tail of a pilot."""
     tails = [tail(pilot, each) for each in thresholds]
-    tails += [tail(pilot, quantile, quantile) for quantile in (weighted_quantile(pilot, level) for level in levels)]
+    tails += [tail(pilot, quantile, quantile) for quantile in weighted_quantiles(pilot, levels)]
     tails = [part / part.sum() for part in tails if bool(part.any())]
     if tails:
         shares = choose_shares(pilot, torch.stack(tails).sum(dim=0))

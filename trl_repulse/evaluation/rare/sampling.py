@@ -1,8 +1,8 @@
 """
 Draws completions from a policy and its proposals, and scores each under all of them.
 
-Axis letters: P prompts, N completions per prompt, K components, B sequences of one pass, L prompt tokens, T completion tokens,
-V vocabulary, I inverse temperatures.
+Axis letters: P prompts, N completions per prompt, K components, B sequences of one pass, T completion tokens, V vocabulary, I inverse
+temperatures.
 
 All sequences of a pass continue one prompt, so nothing is padded on the left.
 """
@@ -24,9 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
-from ...generation._probe import probe_shared
+from ...generation._probe import Guard, probe_shared
 from ...generation.drawing import end_tokens
-from ...models._adapters import in_mode
 from ...models._model_checks import check_causal
 from .._generation import (
     Prompt,
@@ -37,6 +36,7 @@ from .._generation import (
     prompt_tokens,
     transformers_engine,
 )
+from ..log_probs import completion_logits
 from ..tails import check_sizes
 from .components import Component, drawn_by
 from .counts import check_counts
@@ -157,7 +157,7 @@ def draw(
                 use_cache = guards[id(parts[k].model)].use_cache
                 with drawn_by(policy, parts[k], len(prompt_ids[p]), use_cache) as source:
                     rows += engines[id(source)]([prompt_ids[p]] * counts[k], seed)
-            density = _score(parts, prompt_ids[p], rows, end, batch_size, drawn.update)
+            density = _score(parts, prompt_ids[p], rows, guards, batch_size, drawn.update)
             texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
             found.append((p, texts_of, rows, density))
     texts: list[list[str]] = [[] for _ in prompts]
@@ -208,14 +208,15 @@ def find_temperature(
     prompts = as_dataset(prompts)[:]["prompt"]
     chosen = prompts[:: -(-len(prompts) // max_prompts)]
     check_causal(model, "`model`")
-    end, seeds = end_tokens(model, tokenizer), _seeds(seed)
-    engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, end=end)
+    guard, seeds = probe_shared(model), _seeds(seed)
+    engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, guard=guard)
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
     for ids in _prompt_ids([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
-        for batch in _padded_batches(engine([ids] * num_samples, next(seeds)), batch_size):
-            logits, _, counts = completion_logits(model, ids, batch, end)
-            log_q = logits[counts].log_softmax(dim=-1)  # (tokens, V)
+        drawn = engine([ids] * num_samples, next(seeds))
+        for batch in (drawn[i : i + batch_size] for i in range(0, num_samples, batch_size)):
+            logits, _, counts = completion_logits(model, [ids] * len(batch), batch, guard.share_prompts)
+            log_q = logits[counts].float().log_softmax(dim=-1)  # (tokens, V)
             mean = -torch.special.entr(log_q.exp()).sum(dim=-1)  # 0 for tokens of probability 0
             for i, s in enumerate(inverse.tolist()):
                 total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
@@ -249,43 +250,22 @@ def _seeds(seed: int) -> Iterator[int]:
         yield int(torch.randint(2**62, (), generator=generator))
 
 
-def _padded_batches(rows: list[list[int]], size: int) -> Iterator[torch.Tensor]:
-    """Completions in batches (B, T), each as wide as its longest and filled up after the end token."""
-    for start in range(0, len(rows), size):
-        batch = rows[start : start + size]
-        width = max(map(len, batch))
-        yield torch.tensor([row + [row[-1]] * (width - len(row)) for row in batch])
-
-
-def completion_logits(
-    model: nn.Module, prompt_ids: Sequence[int], completion_ids: torch.Tensor, end_token_ids: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of the completion's tokens, (B, T, V) in float32; the tokens, and which of them count, (B, T)."""
-    device = next(model.parameters()).device
-    completion = completion_ids.to(device)
-    ids = torch.cat([torch.tensor(list(prompt_ids), device=device).expand(len(completion), -1), completion], dim=1)
-    width = completion.size(1)
-    with in_mode(model, training=False):
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=width + 1, use_cache=False)
-    ended = torch.isin(completion, torch.tensor(list(end_token_ids), dtype=torch.long, device=device))
-    counts = ended.cumsum(dim=1) - ended.long() == 0
-    return output.logits[:, :-1].float(), completion, counts
-
-
 def _score(
     parts: Sequence[Component],
     prompt_ids: list[int],
     rows: list[list[int]],
-    end: list[int],
+    guards: dict[int, Guard],
     batch_size: int,
     on_scored: Callable[[int], object],
 ) -> torch.Tensor:
     """Log-probability of each completion under each component, (N, K); one pass a model."""
     models, scored = {id(part.model): part.model for part in parts}, []
-    for batch in _padded_batches(rows, batch_size):
-        passes = {key: completion_logits(model, prompt_ids, batch, end) for key, model in models.items()}
-        of_policy, completion, counts = passes[id(parts[0].model)]
-        columns = [part.log_prob(of_policy, passes[id(part.model)][0], completion, counts).cpu() for part in parts]
+    for batch in (rows[i : i + batch_size] for i in range(0, len(rows), batch_size)):
+        logits = {}
+        for key, model in models.items():
+            found, *rest = completion_logits(model, [prompt_ids] * len(batch), batch, guards[key].share_prompts)
+            logits[key] = found.float()
+        columns = [part.log_prob(logits[id(parts[0].model)], logits[id(part.model)], *rest).cpu() for part in parts]
         scored.append(torch.stack(columns, dim=-1))
         on_scored(len(batch))
     return torch.cat(scored)
