@@ -143,14 +143,9 @@ def run(args: argparse.Namespace) -> int:
 
     measured, suggestion = suggest(args)
     if args.output is not None:
-        given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
-        if given.get("reward_model_path") != args.reward_model_path:
-            command += (
-                " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole address "
-                "when you train, or put a bearer token into an environment variable and set `token_variable`."
-            )
+        command = f"  trl-repulse repulse --config {args.output}"
         head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
-        text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
+        text = suggestion.to_yaml(f"{head}Run it with\n{command}", _given(args))
         write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
     print(f"{_samples(measured, suggestion)}\n{suggestion.to_text()}")
     if args.output is not None:
@@ -442,17 +437,10 @@ def largest_divisor(number: int, most: float) -> int:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user has named, as the training commands call it, without what is secret of a server's address."""
-    from ..rewards.remote import parse_address
-
-    path = args.reward_model_path
-    if args.reward_type == "remote":
-        addresses = [parse_address(url) for url in path.split(",")]
-        if any(address.secrets for address in addresses):
-            path = ",".join(address.shown for address in addresses)
+    """What the user has named, as the training commands call it."""
     values = {
         "model_name_or_path": args.model,
-        "reward_model_path": path,
+        "reward_model_path": args.reward_model_path,
         "reward_type": args.reward_type,
         "reward_kwargs": args.reward_kwargs or None,
         "dataset_name": args.prompts,
