@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trl_repulse.cli import evaluate
 from trl_repulse.cli.evaluate import SETTINGS
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.log_probs import negative_log_probs
@@ -122,7 +121,6 @@ def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_pat
         (["--reward_type", "toxicity"], "`reward_model_path`"),
         (["--beta", "1"], "needs a `reference`"),
         (["--levels", "2"], "`level=2.0`"),
-        (["--column", "kl"], "none of what these samples will have"),
     ],
 )
 def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
@@ -175,24 +173,6 @@ def never(monkeypatch):
 
     monkeypatch.setattr("trl_repulse.evaluation.sampling.load_model", load)
     monkeypatch.setattr("trl_repulse.evaluation.sampling.load_tokenizer", load)
-
-
-def test_the_columns_that_are_foretold_are_those_that_are_written(command, tmp_path, model_dirs, monkeypatch):
-    known = []
-    check = evaluate._check_column
-    monkeypatch.setattr(evaluate, "_check_column", lambda *given: known.append(given) or check(*given))
-    transform = ["--reward_transform", "exponential", "--reference", model_dirs["gpt2"]]
-    assert command(*transform, "--column", "rewards/reward") == 0
-    samples = load_samples(tmp_path / "s")
-    with pytest.raises(ValueError, match="it has ") as written:
-        samples.column("none")
-    with pytest.raises(ValueError, match="will have: ") as foretold:
-        check("none", *known[0][1:])
-
-    def names(error, before):
-        return set(str(error.value).rpartition(before)[2].rstrip(".").split(", "))
-
-    assert names(foretold, "will have: ") == names(written, "it has ")
 
 
 @pytest.mark.usefixtures("never")

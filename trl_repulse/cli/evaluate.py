@@ -173,7 +173,6 @@ def _sample(args: argparse.Namespace) -> None:
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     prompts = named_prompts(args)
     rewards = _load_rewards(args)
-    _check_column(args.column, rewards, settings.reward_transform is not None, args.reference is not None)
     sample_completions(
         args.folders[0],
         args.model,
@@ -184,24 +183,6 @@ def _sample(args: argparse.Namespace) -> None:
         engine_kwargs=args.engine_kwargs,
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def _check_column(column: str, rewards: Any, transformed: bool, has_reference: bool) -> None:
-    """Refuses a column that the samples will not have."""
-    from ..models._loading import _adapter_config
-
-    known = ["reward", "return", "log_prob", "entropy", "length", "prompt_index", "sample_index"]
-    known += ["return_transformed"] if transformed else []
-    known += ["kl", "log_prob_reference"] if has_reference else []
-    for reward in rewards if isinstance(rewards, list) else [rewards]:
-        if isinstance(reward, str):  # an adapter goes by the name of its base
-            base = (_adapter_config(reward, None) or {}).get("base_model_name_or_path")
-            name = (base or reward).rstrip("/").split("/")[-1]
-        else:
-            name = getattr(reward, "__name__", type(reward).__name__)
-        known.append(f"rewards/{name}")
-    if column not in known:
-        raise ValueError(f"`--column {column}` is none of what these samples will have: {', '.join(known)}.")
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:

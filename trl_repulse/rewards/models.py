@@ -48,7 +48,7 @@ class ModelReward(ABC):
         name (`str`, *optional*): Name in the metrics, `rewards/NAME/mean`. Defaults to the last part of `model`.
 
     Raises:
-        `ValueError`: If `batch_size`, `dtype` or `device` is invalid, or the checkpoint lacks weights; when called, if
+        `ValueError`: If `batch_size` or `dtype` is invalid, or the checkpoint lacks weights; when called, if
             a reward is not finite.
     """
 
@@ -74,7 +74,6 @@ class ModelReward(ABC):
         kind = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         known = self.dtype in ("auto", None) or isinstance(kind, torch.dtype)  # transformers has no clear message
         require(self, known, "dtype", "is none of torch's; give 'auto', or one such as 'bfloat16'")
-        _check_device(self.device)
         self._load()
 
     @property
@@ -254,17 +253,3 @@ class ConversationReward(ModelReward):
                 f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
                 f"{whole_text(prompt, completion)[:60]!r}."
             )
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    """Refuses a missing device when the reward is built, and not at the first batch."""
-    try:
-        chosen = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ValueError(f"`device={device!r}` is no device of torch; give one such as 'cpu' or 'cuda:1'.") from error
-    if chosen.type in ("cpu", "meta"):
-        return
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == chosen.type else 0
-    if (chosen.index or 0) >= count:
-        raise ValueError(f"`device={device!r}` is not there: torch sees {count} devices of this kind; give another.")

@@ -1,9 +1,9 @@
 """Rewards from a server, over HTTP."""
 
-import asyncio
 import json
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from ._texts import Messages, as_queries, pick_labels
 
 _LARGEST = 3.4e38  # TRL keeps rewards in single precision
 _TRY_AGAIN = (408, 425, 429)  # 4xx statuses that are worth a retry
-_MOST_BYTES = 2**24  # of an answer
 
 
 def check_url(url: str) -> str:
@@ -50,7 +49,7 @@ class RemoteReward:
         url (`str` or `list[str]`):
             Address of the server, `http` or `https`, without a user or a query. Several servers take turns and work in parallel.
         batch_size (`int`, *optional*, defaults to `64`): Completions of one request.
-        timeout (`float`, *optional*, defaults to `60.0`): Seconds in which the whole answer must arrive.
+        timeout (`float`, *optional*, defaults to `60.0`): Seconds to wait for a connection, and for the answer.
         retries (`int`, *optional*, defaults to `3`):
             How often a failed request is repeated, at the next server if there are several. Failures are unreachable
             servers and statuses 5xx, 408, 425 and 429; other answers raise an error at once.
@@ -114,75 +113,46 @@ class RemoteReward:
             {key: values[start : start + self.batch_size] for key, values in columns.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        # In a thread of its own, since this one may run an event loop, as in a notebook
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, self._ask(payloads, read_token(self.token_variable))).result()
-
-    async def _ask(self, payloads: list[dict[str, list[Any]]], token: str | None) -> list[float]:
-        """Rewards of all requests, of which as many are under way as there are servers."""
-        free = asyncio.Semaphore(len(self.urls))
+        token = read_token(self.token_variable)
+        headers = {"Content-Type": "application/json"} | (
+            {} if token is None else {"Authorization": f"Bearer {token}"}
+        )
         turns = range(self._sent, self._sent + len(payloads))
         self._sent += len(payloads)
-        async with httpx.AsyncClient(timeout=None) as client:
-            asked = [self._request(client, free, *request, token) for request in zip(payloads, turns, strict=True)]
-            return [reward for rewards in await asyncio.gather(*asked) for reward in rewards]
+        # As many requests are under way as there are servers
+        with httpx.Client(timeout=self.timeout, headers=headers) as client, ThreadPoolExecutor(len(self.urls)) as pool:
+            answers = pool.map(lambda payload, turn: self._request(client, payload, turn, token), payloads, turns)
+            return [reward for rewards in answers for reward in rewards]
 
-    async def _request(
-        self,
-        client: httpx.AsyncClient,
-        free: asyncio.Semaphore,
-        payload: dict[str, list[Any]],
-        turn: int,
-        token: str | None,
+    def _request(
+        self, client: httpx.Client, payload: dict[str, list[Any]], turn: int, token: str | None
     ) -> list[float]:
         """Rewards of one request, sent to the server whose turn it is and, after failures, to the next ones."""
-        body, failures = json.dumps(payload).encode(), {}
-        async with free:
-            for attempt in range(self.retries + 1):
-                if attempt:
-                    await asyncio.sleep(self.backoff * 2 ** (attempt - 1))
-                url = self.urls[(turn + attempt) % len(self.urls)]
-                status, answer = await self._post(client, url, body, token)
-                if status is not None and 200 <= status < 300:
-                    return _read_rewards(answer, len(payload["query"]), url, token)
-                said = _hide(answer.decode(errors="replace"), token)
-                if status is not None:
-                    said = f"status {status}, {said[:200]!r}"
-                    if status < 500 and status not in _TRY_AGAIN:
-                        more = "; redirects are not followed" if status < 400 else ""
-                        raise ValueError(f"The reward server {url} refused a request: {said}{more}.")
-                failures[url] = said
+        failures = {}
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.backoff * 2 ** (attempt - 1))
+            url = self.urls[(turn + attempt) % len(self.urls)]
+            try:
+                answer = client.post(url, content=json.dumps(payload))
+            except (
+                httpx.HTTPError,
+                OSError,
+            ) as error:  # which holds the request with its token, and is no cause of ours
+                failures[url] = "timed out" if isinstance(error, httpx.TimeoutException) else str(error) or repr(error)
+                continue
+            if answer.is_success:
+                return _read_rewards(answer.content, len(payload["query"]), url, token)
+            said = f"status {answer.status_code}, {_hide(answer.text, token)[:200]!r}"
+            if answer.status_code < 500 and answer.status_code not in _TRY_AGAIN:
+                more = "; redirects are not followed" if answer.is_redirect else ""
+                raise ValueError(f"The reward server {url} refused a request: {said}{more}.")
+            failures[url] = said
         raise ConnectionError(
             f"{self.retries + 1} requests for rewards failed: "
             + "; ".join(f"{url} ({said})" for url, said in failures.items())
             + ". See whether the server runs, or raise `timeout` or `retries`."
         )
-
-    async def _post(
-        self, client: httpx.AsyncClient, url: str, body: bytes, token: str | None
-    ) -> tuple[int | None, bytes]:
-        """Status and answer of one request, or `None` and what went wrong. No error of the HTTP library leaves this
-        method, not even as a cause: it holds the request and its headers."""
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        status, answer = None, bytearray()
-        try:
-            # httpx limits each read, which a server sending single bytes would never exceed
-            stream = client.stream("POST", url, content=body, headers=headers)
-            async with asyncio.timeout(self.timeout), stream as response:
-                status = response.status_code
-                async for chunk in response.aiter_bytes():
-                    answer += chunk
-                    if len(answer) > _MOST_BYTES:
-                        return status, bytes(answer[:_MOST_BYTES])
-        except TimeoutError:
-            return None, b"timed out"
-        except (httpx.HTTPError, OSError) as error:
-            if status is None or 200 <= status < 300:
-                return None, _reason(error).encode()
-            return status, f"broken off ({type(error).__name__})".encode()
-        return status, bytes(answer)
 
 
 def read_token(variable: str | None) -> str | None:
@@ -198,18 +168,6 @@ def read_token(variable: str | None) -> str | None:
             f"The environment variable `{variable}` holds no bearer token: letters, digits and signs alone."
         )
     return token
-
-
-def _reason(error: BaseException | None) -> str:
-    """What went wrong, in the operating system's words if it has any."""
-    said = str(error) or type(error).__name__
-    while error is not None:
-        if isinstance(error, BaseExceptionGroup):  # one error for each address of a host
-            error = error.exceptions[0]
-        if isinstance(error, OSError) and error.errno:
-            said = os.strerror(error.errno) if isinstance(error, ConnectionError) else str(error)
-        error = error.__cause__ or error.__context__
-    return said
 
 
 def _read_rewards(body: bytes, count: int, url: str, token: str | None) -> list[float]:
