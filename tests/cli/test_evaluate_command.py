@@ -57,22 +57,6 @@ def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
     assert "☕" in json.loads(output.read_text())["per_prompt"] and figure.is_file()
 
 
-def test_evaluate_command_reads_rewards_of_any_size(tmp_path, capsys):
-    """As an exponential transform makes them: the squares of their variances are no floats."""
-    rewards, found = -np.random.default_rng(0).exponential(size=(3, 8, 200)), []
-    for factor in (1.0, 1e104):
-        names = [tmp_path / f"{factor}-{i}" for i in range(3)]
-        folders = [
-            str(write_samples(*each, str(i))) for i, each in enumerate(zip(names, factor * rewards, strict=True))
-        ]
-        assert main(["evaluate", *folders, "--levels", "0.2", "--output", str(tmp_path / "report.json")]) == 0
-        found.append(json.loads((tmp_path / "report.json").read_text())["overall"])
-    assert "| CVaR 0.2 | -2.6" in capsys.readouterr().out
-    for name in ("mean", "CVaR 0.2"):
-        ends = [found[0][name][end] * 1e104 for end in ("low", "high")]
-        assert [found[1][name][end] for end in ("low", "high")] == pytest.approx(ends)
-
-
 def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
     (tmp_path / "second.py").write_text(
         "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"

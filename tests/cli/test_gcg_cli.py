@@ -157,18 +157,7 @@ def test_the_example_does_the_same(folder, tmp_path, capsys, example):
 
 
 def test_flags_win_over_the_file(folder):
-    flags = [
-        "--num_steps",
-        "7",
-        "--include_suffix",
-        "--early_stop",
-        "false",
-        "--mellowmax",
-        "2.5",
-        "--threshold",
-        "1",
-        "2",
-    ]
+    flags = "--num_steps 7 --include_suffix --early_stop false --mellowmax 2.5 --threshold 1 2".split()
     flags += ["--reward_kwargs", '{"match": "anywhere"}', "--max_targets", "3"]
     flags += ["--chat_template_kwargs", '{"thinking": false}']
     run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
@@ -244,7 +233,6 @@ def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
     ("text", "message"),
     [
         ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
-        ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
         ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
     ],
 )

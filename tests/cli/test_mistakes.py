@@ -212,18 +212,6 @@ OURS = {
         "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
         "use the tokenizer that it was trained with",
     ),
-    "reward model of fewer tokens, passed": (
-        lambda user: user.make(
-            reward_funcs=GPT2ForSequenceClassification.from_pretrained(user.reward_of_few_tokens())
-        ),
-        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
-        "use the tokenizer that it was trained with",
-    ),
-    "reward of a class, of fewer tokens": (
-        lambda user: user.command(reward_model_path=user.reward_of_few_tokens(), reward_type="toxicity"),
-        "few` has embeddings for 5 tokens, and its tokenizer has 19",
-        "use the tokenizer that it was trained with",
-    ),
     "reward of fewer tokens, in evaluation": (
         lambda user: as_function(user.reward_of_few_tokens(), None, torch.device("cpu")),
         "A reward model has embeddings for 5 tokens, and its tokenizer has 19",
@@ -279,6 +267,13 @@ OURS = {
         lambda user: user.command(model_name_or_path="nobody/nothing"),
         "`model='nobody/nothing'` (`--model_name_or_path` on the command line) cannot be loaded",
         "give the path of a saved model, or its id on the Hub",
+    ),
+    "model that is not there, for TRL's trainer": (
+        lambda user: user.command(
+            "grpo", bad_reward_threshold=None, model_name_or_path=user.folder / "nothing", max_prompt_length=8
+        ),
+        "nothing'` (`--model_name_or_path` on the command line) cannot be loaded",
+        "give the path of a saved model",
     ),
     # Rewards
     "reward model that is not there": (
@@ -400,8 +395,6 @@ AFTER_LOADING = {
     "reward function that returns too few": "it is called with completions",
     "reward model of fewer tokens": "the embeddings are counted",
     "reward model of fewer tokens, for TRL's trainer": "the embeddings are counted",
-    "reward model of fewer tokens, passed": "it is loaded",
-    "reward of a class, of fewer tokens": "the embeddings are counted",
     "reward of fewer tokens, in evaluation": "the embeddings are counted",
     "resuming a run of other settings": "an earlier run has to be made, and a trainer of the changed settings",
 }

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.worlds import two_tokens
@@ -140,14 +138,6 @@ def test_grpo_refuses_parameters_of_no_transform(tmp_path, name, value):
         run("grpo", tmp_path, f"--reward_transform_{name}", value)
 
 
-def test_rewards_by_type_agree_with_trls_own(tmp_path):
-    """The same run with the reward model given as a path and as a function."""
-    flags = ["--max_steps", "1", "--logging_steps", "1"]
-    plain = run("reinforce", tmp_path / "a", *flags)
-    typed = run("reinforce", tmp_path / "b", *flags, "--reward_type", "toxicity")
-    assert typed["metrics"]["reward"] == pytest.approx(plain["metrics"]["reward"], abs=1e-4)
-
-
 def test_reward_kwargs(tmp_path):
     flags = [
         "--reward_type",
@@ -236,18 +226,6 @@ def test_held_out_prompts_need_one_argument(tmp_path, command):
     assert "eval_reward" in metrics
     with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 16"):
         run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
-
-
-def test_long_prompts_are_left_out(tmp_path):
-    prompts = two_tokens.load_prompts()["prompt"]
-    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
-    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    script_args, args, _ = parse("repulse", [*two_tokens.paths(), "--max_prompt_length", str(min(lengths))])
-    with pytest.warns(UserWarning, match="are left out") if max(lengths) > min(lengths) else nullcontext():
-        train, held_out = load_data(script_args, args, two_tokens.policy_path())
-    assert isinstance(train, Dataset)
-    assert len(train) == lengths.count(min(lengths))
-    assert held_out is None
 
 
 @pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m"])
@@ -436,20 +414,6 @@ def test_share_of_the_decay_in_wrong_places(flags, words):
 def test_another_schedule():
     _, args, _ = parse("repulse", ["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
     assert not args.lr_scheduler_kwargs
-
-
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-@pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
-def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, name):
-    paths = {"model_name_or_path": two_tokens.policy_path(), "reward_model_path": two_tokens.reward_model_path()}
-    paths |= {"dataset_name": two_tokens.prompts_path(), given: str(tmp_path / "mistyped")}
-    flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
-    flags += ["--max_completion_length", "2", "--max_prompt_length", "8"]  # counted by the policy's tokenizer
-    with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: train(name, [*flags, "--output_dir", str(tmp_path / "out")]))
-    message = exit_.value.code
-    assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
-    assert "\n" not in message and not (tmp_path / "out").exists()
 
 
 def test_a_missing_package_is_one_line_with_its_remedy():

@@ -27,16 +27,8 @@ SETTINGS |= {"_repulse_ppo": "repulse-ppo", "_repulse_grpo": "repulse-grpo"}
 
 def test_flags_are_sorted(launched, tmp_path):
     (tmp_path / "zero2.yaml").write_text("")
-    flags = [
-        "--alpha",
-        "0",
-        "--num_processes=2",
-        "--debug",
-        "underflow_overflow",
-        "--multi_gpu",
-        "--main-process-port",
-    ]
-    flags += ["29501", "--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
+    flags = "--alpha 0 --num_processes=2 --debug underflow_overflow --multi_gpu --main-process-port 29501".split()
+    flags += ["--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
     assert main(["repulse-ppo", *flags, "--target_dist_beta", "-1e1"]) == 0
     (args,) = launched
     assert (args.num_processes, args.multi_gpu, args.main_process_port) == (2, True, 29501)
