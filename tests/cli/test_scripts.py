@@ -16,8 +16,6 @@ from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.cli import arguments
 from trl_repulse.cli.scripts import load_data, main_or_exit
 from trl_repulse.engine.reward_functions import with_checks
-from trl_repulse.rewards import ToxicityReward
-from trl_repulse.rewards.transformed import TransformedReward
 
 
 pytestmark = pytest.mark.trainer
@@ -92,20 +90,6 @@ def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalt
     assert min(penalties.values()) > 0 and penalties["repulse-grpo"] == penalties["grpo"]
 
 
-def test_grpo_with_a_transform(tmp_path):
-    flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
-    flags += ["--num_table_completions", "0"]
-    results = run("grpo", tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
-    assert not (tmp_path / "completions").exists()
-    assert results["method"] == "GRPO (exponential transform)"
-    # The reward is a function here: log P(bad) alone is exact
-    assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
-    name = Path(two_tokens.reward_model_path()).name
-    raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
-    assert results["metrics"]["reward"] == pytest.approx(seen)
-    assert seen < raw  # 0.3·exp(−0.5·r) is above 0
-
-
 @pytest.mark.thorough
 def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
     """TRL's own trainer gets the warning as well, once."""
@@ -119,23 +103,7 @@ def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
     assert len(said) == 1 and "`--apply_chat_template`" in said[0]
 
 
-def test_grpo_makes_the_transform_it_is_told_to(monkeypatch):
-    made = {}
-    monkeypatch.setattr("trl_repulse.cli.methods.run", lambda *args, **kwargs: made.update(kwargs))
-    flags = ["--reward_type", "toxicity", "--reward_transform", "indicator", "--reward_transform_threshold", "-5"]
-    train("grpo", [*flags, "--reward_transform_alpha", "2"])
-    reward = made["reward_funcs"]
-    assert isinstance(reward, TransformedReward) and isinstance(reward.reward, ToxicityReward)
-    assert (reward.transform, reward.alpha, reward.threshold) == ("indicator", 2.0, -5.0)
-
-
 # Rewards, prompts, held-out prompts
-
-
-@pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
-def test_grpo_refuses_parameters_of_no_transform(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"`reward_transform_{name}=.*` has no effect; set `reward_transform`"):
-        run("grpo", tmp_path, f"--reward_transform_{name}", value)
 
 
 def test_reward_kwargs(tmp_path):
@@ -370,11 +338,6 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
     with pytest.raises(SystemExit) as exit_:
         main_or_exit(lambda: train("reinforce", flags))
     assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
-
-
-def test_a_transform_needs_a_function(tmp_path):
-    with pytest.raises(ValueError, match="make one of a model's path, e.g. with `reward_type='sequence_pair'`"):
-        run("grpo", tmp_path, "--reward_transform", "exponential")
 
 
 def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
