@@ -1,20 +1,16 @@
-"""Rewards by name, and in pickles."""
+"""Rewards by name."""
 
 import json
-import pickle
 
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
-from trl.trainer.utils import get_callable_name
 
 from examples.worlds import two_tokens
-from trl_repulse import rewards
-from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, SequencePairReward, ToxicityReward
+from trl_repulse.rewards import ChatReward, GuardReward, SequencePairReward, ToxicityReward
 from trl_repulse.rewards.loading import load_reward
 
-from ..reward_models import ANSWERS, CHAT_TEMPLATE, QUESTIONS, build_tokenizer, save_causal_model, save_model
-from .test_rewards_server import build
+from ..reward_models import CHAT_TEMPLATE, build_tokenizer, save_causal_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -79,40 +75,6 @@ def test_a_language_model_is_no_reward_model(model_dirs):
 def test_refuses(arguments, kwargs, words):
     with pytest.raises(ValueError, match=words):
         load_reward(*arguments, **kwargs)
-
-
-# Pickling, as data loaders and launchers of processes need it
-
-
-KINDS = {
-    **{"SequencePairReward": "pair", "ChatReward": "chat", "GuardReward": "guard", "ToxicityReward": "toxicity"},
-    **{"load_reward_function": "function", "RemoteReward": "remote"},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS.values())
-def test_a_pickled_reward_is_the_same(kind, tmp_path):
-    if kind == "remote":
-        reward = RemoteReward("http://127.0.0.1:1/", name="judge", label_column="answer")
-        again = pickle.loads(pickle.dumps(reward))
-        assert vars(again) == vars(reward)
-    else:
-        if kind == "function":
-            (tmp_path / "mine.py").write_text("def brief(completions): return [-len(c) for c in completions]")
-            reward = rewards.load_reward_function(f"{tmp_path}/mine.py:brief")
-        else:
-            reward = build(kind, tmp_path)
-        fresh = pickle.dumps(reward)
-        expected = reward(QUESTIONS, ANSWERS)
-        used = pickle.dumps(reward)
-        assert max(len(fresh), len(used)) < 3000  # no weights in it
-        assert pickle.loads(fresh)(QUESTIONS, ANSWERS) == pickle.loads(used)(QUESTIONS, ANSWERS) == expected
-        again = pickle.loads(used)
-    assert get_callable_name(again) == get_callable_name(reward)
-
-
-def test_no_kind_is_forgotten():
-    assert set(rewards.__all__) - {"RewardServer"} == set(KINDS)
 
 
 def test_toxicity_reads_what_trl_reads():

@@ -70,8 +70,6 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):
-        if reward._module is None:  # a pickled reward has no weights
-            reward._load()
         rendering = reward._rendering
         # The rendered text stands for the variables of a chat template
         left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}

@@ -17,7 +17,7 @@ _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(qu
 
 
 class FunctionReward:
-    """A function in a Python file as a reward; made by [`load_reward_function`]. Unpickling loads the file again."""
+    """A function in a Python file as a reward; made by [`load_reward_function`]."""
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
         self.path = Path(path).expanduser().resolve()
@@ -31,9 +31,6 @@ class FunctionReward:
 
     def __repr__(self) -> str:
         return f"FunctionReward({str(self.path)!r}, {self.function!r}, label_column={self.label_column!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[Path, str, str | None]]:
-        return FunctionReward, (self.path, self.function, self.label_column)
 
     def _load(self) -> None:
         module = _run(self.path)
@@ -114,7 +111,7 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
     - OpenRLHF's, `(queries, prompts, labels)`. A query is prompt and completion: text, or a list of messages.
 
     It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a
-    dictionary. The reward function can be pickled.
+    dictionary.
 
     Args:
         spec (`str`): File and function, `"path/to/file.py:function"`. The file is run.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jinja2
 import torch
 from accelerate.state import PartialState, is_initialized
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel
 
 from ..configs._checks import check_choices, require, require_at_least
 from ..data._prompts import check_template_variables, dated, warn_of_template
@@ -31,8 +31,7 @@ class ModelReward(ABC):
     """
     Base of the rewards from a model in the Hugging Face format; not for use by itself.
 
-    The weights are loaded when the reward is built, and moved to the device on the first call. A pickled reward holds
-    only its arguments, and loads the model again on the next call.
+    The weights are loaded when the reward is built, and moved to the device on the first call.
 
     Args:
         model (`str`): Path or Hub id of the model and its tokenizer. For an adapter (PEFT) the base is loaded too.
@@ -66,8 +65,6 @@ class ModelReward(ABC):
 
     def __post_init__(self):
         self.model = str(self.model)
-        self._module: PreTrainedModel | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rendering: dict[str, str] = {}  # what a chat template with a date writes
         check_choices(self)
         require_at_least(self, 1, "batch_size")
@@ -79,9 +76,6 @@ class ModelReward(ABC):
     @property
     def __name__(self) -> str:
         return self.name or Path(self.model).name
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_module": None, "_tokenizer": None}
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
@@ -109,8 +103,6 @@ class ModelReward(ABC):
     ) -> list[float]:
         """Rewards of completions, as TRL calls a reward function. Raises `ValueError` if the model cannot read a text, or
         a reward is not finite."""
-        if self._module is None:
-            self._load()
         self._module.to(self._resolve_device())
         pairs = list(zip(prompts, completions, strict=True))
         rows = [self._encode(prompt, completion) for prompt, completion in pairs]
