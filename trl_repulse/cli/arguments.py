@@ -341,7 +341,6 @@ def _decay_steps(ratio: float, args: Any) -> int:
         raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
     if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
         raise ValueError(
-            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
-            "set `lr_decay_ratio` to 0."
+            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or set it to 0."
         )
     return max(round(ratio * args.max_steps), 1)

@@ -495,8 +495,7 @@ def suggest_settings(
     if rewards.size < 2 or rewards.min() == rewards.max():
         what = f"the reward {rewards[0]:g}" if rewards.size else "no reward"
         raise ValueError(
-            f"All {measured.rewards.size} samples have {what}, so that there is nothing to learn; check the reward function, or "
-            "give other prompts."
+            f"All {measured.rewards.size} samples have {what}, so that there is nothing to learn; check the reward function."
         )
     threshold = _threshold(found, measured.rewards.size, rewards, bad_reward_threshold)
     _reward_warnings(found, measured, rewards, threshold)

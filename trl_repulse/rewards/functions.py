@@ -37,8 +37,7 @@ class FunctionReward:
         if self.function not in vars(module):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(
-                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of "
-                "those."
+                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of those."
             )
         function = vars(module)[self.function]
         if not callable(function) or inspect.isclass(function):
@@ -63,8 +62,7 @@ class FunctionReward:
             fits = fits and ("completions" in self._names or self._takes_all)
         if not fits:
             raise ValueError(
-                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward "
-                f"function; write {_FORMS}."
+                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
             )
 
     def __call__(

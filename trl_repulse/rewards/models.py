@@ -197,8 +197,7 @@ class ConversationReward(ModelReward):
         )
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads "
-                "plain text (`SequencePairReward`, `ToxicityReward`)."
+                f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads plain text."
             )
         failures = []
         for self._parts in (False, True):
@@ -215,8 +214,7 @@ class ConversationReward(ModelReward):
         if failures:
             raise failures[0]
         raise ValueError(
-            f"The chat template of `{self.model}` leaves out what the assistant said: it is not made for judging "
-            "answers. Save another with the tokenizer."
+            f"The chat template of `{self.model}` leaves out what the assistant said; save one for judging answers."
         )
 
     def _messages(self, prompt: str | Messages, completion: str | Messages) -> Messages:
