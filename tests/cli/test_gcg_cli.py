@@ -178,6 +178,7 @@ def test_flags_win_over_the_file(folder):
         (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
         (["--config", "none.yaml"], "There is no file `none.yaml`"),
+        (["--model_name_or_path", "m", "--table", "t", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
 )
 def test_what_is_refused(capsys, arguments, message):
@@ -227,19 +228,6 @@ def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
     assert run("gcg", *arguments, "--reward_type", f"{tmp_path / 'r.py'}:broken") == 1
     error = capsys.readouterr().err
     assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
-        ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
-    ],
-)
-def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
-    (tmp_path / "config.yaml").write_text(text)
-    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
-    assert message in capsys.readouterr().err
 
 
 def test_a_file_reads_as_flags_do(folder, tmp_path):

@@ -196,19 +196,6 @@ def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
-    """Nor PEFT, which does; and it says the same where both have been imported."""
-    monkeypatch.setenv("COLUMNS", "100")
-    heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
-    code = "import sys; from trl_repulse.cli.main import main; main(['repulse', '--help']); "
-    code += f"sys.exit(', '.join(name for name in {heavy} if sys.modules.get(name)) or None)"
-    done = run(sys.executable, "-c", code, cwd=tmp_path)
-    assert main(["repulse", "--help"]) == 0 and "transformers.modeling_utils" in sys.modules
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == capsys.readouterr().out and "--use_peft" in done.stdout
-
-
-@pytest.mark.thorough
 def test_a_run(tmp_path):
     path = tmp_path / "own.yaml"
     settings = re.sub(r"max_steps: \d+", "max_steps: 2", Path(embedded.settings_path("reinforce")).read_text())

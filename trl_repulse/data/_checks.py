@@ -183,7 +183,7 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
         for row, prompt in enumerate(dataset.with_format(None)["prompt"], 1):
             if prompt is None:
                 raise ValueError(
-                    f"Row {row} of `{name}` has no `prompt`; fill it in, or drop such rows with `dataset.filter`."
+                    f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with `dataset.filter`."
                 )
     stored = not isinstance(dataset.features["prompt"], ExactJson)
     check_conversations(conversations(dataset), f"`{name}`", stored)
