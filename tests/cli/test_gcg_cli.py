@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 from examples.worlds import two_tokens
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.main import main
-from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation._identity import identify_reward
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
@@ -300,16 +299,6 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
     assert header["settings"]["include_suffix"] is False
-
-
-def test_a_mistaken_user_of_the_example(example, tmp_path):
-    (tmp_path / "bad.yaml").write_text("num_samples: [1\n")
-    for arguments, message in (
-        ([], "error: `--model_name_or_path` is needed"),
-        (["--config", str(tmp_path / "bad.yaml")], "bad.yaml` is not valid YAML"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main_or_exit(lambda arguments=arguments: example.main(arguments))
 
 
 def test_the_report_needs_no_model():

@@ -209,15 +209,6 @@ def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
         parse("reinforce", ["--model_name=m"])  # no abbreviations
 
 
-def test_a_file_of_settings_behind_an_equals_sign(tmp_path):
-    path = tmp_path / "a=b.yaml"
-    path.write_text("max_completion_length: 7\n")
-    for flags in (["--config", str(path)], [f"--config={path}"]):
-        assert parse("reinforce", flags)[1].max_completion_length == 7
-    with pytest.raises(ValueError, match="`--config` needs the path of a YAML file behind it"):
-        parse("reinforce", ["--seed", "1", "--config"])
-
-
 def test_negative_numbers_are_no_flags():
     flags = ["--target_dist_beta", "-1e1", "--bad_reward_threshold", "-.5", "--reward_cap", "-1.5E-3"]
     args = parse("repulse", [*two_tokens.flags("repulse"), *flags])[1]

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import multiprocessing
 import socket
 import threading
 import traceback
@@ -315,13 +314,6 @@ def test_refusals_are_not_repeated_and_redirects_not_followed(serve, status):
     assert not elsewhere.requests and len(server.requests) == 1
 
 
-def test_a_proxy_is_asked_for_the_whole_address(serve, monkeypatch):
-    proxy = serve()
-    monkeypatch.setenv("http_proxy", f"http://{proxy.address.partition('/')[0]}")
-    assert ask(RemoteReward("http://reward.example/get_reward")) == LENGTHS
-    assert [path for path, _ in proxy.requests] == ["http://reward.example/get_reward"]
-
-
 def test_the_requests_of_a_call_share_a_connection(serve):
     server = serve()
     assert ask(RemoteReward(server.url, batch_size=1)) == LENGTHS
@@ -332,19 +324,3 @@ def test_many_threads_may_ask(serve):
     reward = RemoteReward(serve().url, batch_size=2)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda _: ask(reward), range(16))) == [LENGTHS] * 16
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_may_ask(serve):
-    server = serve()
-    reward = RemoteReward(server.url, retries=0, timeout=10)
-    assert ask(reward) == LENGTHS
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    children = [context.Process(target=lambda: results.put([ask(reward) for _ in range(2)])) for _ in range(2)]
-    for child in children:
-        child.start()
-    assert [results.get(timeout=30) for _ in children] == [[LENGTHS] * 2] * 2
-    for child in children:
-        child.join(timeout=30)
-        assert child.exitcode == 0
