@@ -384,7 +384,7 @@ def _measure_updates(
         if torch.accelerator.is_available():
             device, memory = torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
         is_last, updates = updates is not None, Updates(count, seconds, device, memory)
-        _, a_prompt, planned = _update(found, updates, args.minutes)
+        _, a_prompt, planned = _planned_update(found, updates, args.minutes)
         count = largest_divisor(min(planned, most), 2 * aim / a_prompt)
         if is_last or count <= updates.prompts:
             return updates
@@ -652,7 +652,7 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     )
 
 
-def _update(found: Suggestion, updates: Updates, minutes: float | None) -> tuple[str, float, int]:
+def _planned_update(found: Suggestion, updates: Updates, minutes: float | None) -> tuple[str, float, int]:
     """The precision, the seconds of a prompt, and the prompts of an update: fewer if [`FEW`] updates would not fit into `minutes`."""
     usual, fastest = (
         "float32" if updates.device == "cpu" else "bfloat16",
@@ -677,7 +677,7 @@ def plan(
     Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
     `ValueError` if no update fits.
     """
-    n, (precision, a_prompt, prompts) = found.values["num_generations"], _update(found, updates, minutes)
+    n, (precision, a_prompt, prompts) = found.values["num_generations"], _planned_update(found, updates, minutes)
     seconds, fits = prompts * a_prompt, None
     if minutes is not None:
         fits = min(int(60 * minutes * (1 - EVALUATION) / seconds), UPDATES)
