@@ -398,7 +398,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
         return train(*args)
 
     monkeypatch.setattr(suggest_command, "_train", small)
-    assert measuring("--minutes", "2", "--output", "repulse.yaml") == 0
+    assert measuring("--minutes", "100", "--output", "repulse.yaml") == 0
     assert sizes == [4, 2, 1, 1]  # prompts, the last in both precisions
     out, err = capsys.readouterr()
     said = [line.removeprefix("suggest: ") for line in err.splitlines() if line.startswith("suggest: ")]
