@@ -244,16 +244,16 @@ def test_extra_samples_that_gain_nothing_are_advised_against(gain, says):
 @pytest.mark.parametrize(
     ("minutes", "a_prompt", "fits", "measured_prompts"),
     [
-        (30, 2.0, 50, [2, 5]),  # 160 updates of 5 prompts and no more fit
-        (30, 9.0, 50, [2]),  # slow
-        (None, 2.0, 50, [2, 5]),  # the others would take long
-        (30, 0.3, 50, [2, 5]),  # 10 prompts are proposed then, of which this is a half
-        (None, 0.01, 50, [2, 50]),
-        (None, 0.01, 9, [2]),  # more do not fit into memory
+        (30, 2.0, 50, [5]),  # 160 updates of 5 prompts and no more fit
+        (30, 9.0, 50, [5]),  # slow, but there are no smaller updates
+        (None, 2.0, 50, [5, 10]),  # the others would take long
+        (30, 0.3, 50, [5, 10]),
+        (None, 0.01, 50, [5, 50]),
+        (None, 0.01, 9, [5]),  # more do not fit into memory
     ],
 )
 def test_as_many_prompts_are_measured_as_are_proposed(monkeypatch, capsys, minutes, a_prompt, fits, measured_prompts):
-    """From what `evaluate` takes two prompts seem to take 20 seconds; half of an update's time does not depend on their number."""
+    """By the pace of `evaluate` it would be two; a part of an update's time does not depend on their number."""
     counts = []
 
     def took(args, found, prompts, function, count, bf16):

@@ -37,6 +37,7 @@ WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and t
 HIGH = 0.98  # quantile
 MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FINDS = 5  # bad samples from which a gain is told
+FEWEST = 5  # prompts of an update
 A_MEASUREMENT = 20.0  # seconds, about, of an update that is measured
 CLEARLY = 1.2  # how many times faster the other precision must be
 SAMPLING, EVALUATION = 0.1, 0.25  # shares of `--minutes`: of what suggests, on top, and of what evaluates
@@ -355,15 +356,15 @@ def _measure_updates(
     args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
 ) -> Updates:
     """
-    Trains with the suggested settings for two updates in each precision: of a few prompts, and once more of as many as the plan has in an
-    update, or as do not take long, since a prompt takes less time in a large update.
+    Trains with the suggested settings for two updates in each precision: of at least [`FEWEST`] prompts, and once more of as many as the
+    plan has in an update, or as do not take long, since a prompt takes less time in a large update.
     """
     import torch
 
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
-    count, updates = largest_divisor(most, aim / (3 * n * measured.seconds)), None
+    count, updates = largest_divisor(most, max(FEWEST, aim / (3 * n * measured.seconds))), None
     while True:
         try:
             seconds = {}
@@ -661,7 +662,7 @@ def _planned_update(found: Suggestion, updates: Updates, minutes: float | None) 
     precision = fastest if updates.seconds[usual] > CLEARLY * updates.seconds[fastest] else usual
     a_prompt = updates.seconds[precision] / updates.prompts
     most = found.values["train_batch_size"] // found.values["num_generations"]
-    sizes = [most, *(size for size in (40, 30, 20, 10, 5) if size < most)]
+    sizes = [most, *(size for size in (40, 30, 20, 10, FEWEST) if size < most)]
     training = math.inf if minutes is None else 60 * minutes * (1 - EVALUATION)
     return precision, a_prompt, next((size for size in sizes if FEW * size * a_prompt <= training), sizes[-1])
 
