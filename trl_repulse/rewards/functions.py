@@ -29,9 +29,6 @@ class FunctionReward:
     def __name__(self) -> str:
         return self.function
 
-    def __repr__(self) -> str:
-        return f"FunctionReward({str(self.path)!r}, {self.function!r}, label_column={self.label_column!r})"
-
     def _load(self) -> None:
         module = _run(self.path)
         if self.function not in vars(module):
