@@ -182,9 +182,7 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
     if dataset.data.column("prompt").null_count:  # also of rows that were not selected
         for row, prompt in enumerate(dataset.with_format(None)["prompt"], 1):
             if prompt is None:
-                raise ValueError(
-                    f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with `dataset.filter`."
-                )
+                raise ValueError(f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with `dataset.filter`.")
     stored = not isinstance(dataset.features["prompt"], ExactJson)
     check_conversations(conversations(dataset), f"`{name}`", stored)
 
