@@ -1,9 +1,8 @@
 """
-Trains a policy with TRL's own GRPO or Dr. GRPO, with or without a reward transform, to compare with.
+Trains a policy with TRL's own GRPO or Dr. GRPO, to compare with.
 
     accelerate launch examples/grpo.py                                           # the embedded world, plain GRPO
     accelerate launch examples/grpo.py --loss_type dr_grpo --scale_rewards none  # Dr. GRPO
-    accelerate launch examples/grpo.py --reward_type toxicity --reward_transform exponential --reward_transform_beta -0.5
     accelerate launch examples/grpo.py --model_name_or_path HuggingFaceTB/SmolLM-135M-Instruct --learning_rate 3e-5 \
         --reward_model_path my/reward-model --dataset_name prompts.jsonl --apply_chat_template --max_completion_length 64 --loss_type grpo
 

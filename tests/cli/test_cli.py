@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -92,7 +91,7 @@ def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
         RemoteReward(url, retries=0)(QUESTIONS, ANSWERS)
 
 
-def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_path):
+def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_path, monkeypatch):
     file, started = tmp_path / "mine.py", tmp_path / "started"
     file.write_text(
         "import pathlib, time\n"
@@ -101,59 +100,18 @@ def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_pat
         "    time.sleep(1)\n"
         "    return [len(q) + 100 * len(x) for q, x in zip(queries, labels)]\n"
     )
-    process, url = launch("--reward_type", f"{file}:slow")
+    monkeypatch.setenv("REWARD_TOKEN", "geheim")
+    process, url = launch("--reward_type", f"{file}:slow", "--token_variable", "REWARD_TOKEN")
+    with pytest.raises(ValueError, match="status 401"):
+        RemoteReward(url)(["a"], ["bc"])
     results = []
-    reward = RemoteReward(url, retries=0, label_column="answer")
+    reward = RemoteReward(url, retries=0, label_column="answer", token_variable="REWARD_TOKEN")
     asking = threading.Thread(target=lambda: results.append(reward(["a"], ["bc"], answer=["xx"])))
     asking.start()
     wait_for(started)
     end(process, signal.SIGTERM)
     asking.join(timeout=30)
     assert results == [[203.0]]
-
-
-def test_a_second_signal_does_not_wait_for_answers(launch, tmp_path):
-    file, started = tmp_path / "mine.py", tmp_path / "started"
-    file.write_text(
-        "import pathlib, time\n"
-        "def stuck(prompts, completions):\n"
-        f"    pathlib.Path({str(started)!r}).touch()\n"
-        "    time.sleep(100)\n"
-    )
-    process, url = launch("--reward_type", f"{file}:stuck")
-    asking = threading.Thread(
-        target=lambda: pytest.raises(ConnectionError, RemoteReward(url, retries=0), ["a"], ["b"])
-    )
-    asking.start()
-    wait_for(started)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:  # on a busy machine, two that come together are one
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-    assert process.poll() == -signal.SIGINT
-    asking.join(timeout=30)
-
-
-def test_a_server_with_a_token(launch, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("def f(completions): return [float(len(c)) for c in completions]")
-    monkeypatch.setenv("REWARD_TOKEN", "geheim")
-    process, url = launch("--reward_type", f"{tmp_path}/mine.py:f", "--token_variable", "REWARD_TOKEN")
-    assert RemoteReward(url, token_variable="REWARD_TOKEN")(["a"], ["bc"]) == [2.0]
-    with pytest.raises(ValueError, match="status 401"):
-        RemoteReward(url)(["a"], ["bc"])
-    end(process, signal.SIGTERM)
-
-
-def test_a_port_that_is_taken(capsys, tmp_path):
-    (tmp_path / "mine.py").write_text("def f(completions): return [0.0] * len(completions)")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main(["serve-reward", "--reward_type", f"{tmp_path}/mine.py:f", "--port", port]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("trl-repulse serve-reward: ") and "in use" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,19 +128,13 @@ def test_wrong_arguments(capsys, arguments, message):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_reward_that_cannot_be_served(capsys):
+    for arguments, message in (
         ([], "`--reward_type` is needed"),
-        (["--reward_type", "none.py:f"], "There is no file `"),
-        (["--reward_type", "ppl"], "`reward_type='ppl'` is not one of"),
-        (["--reward_type", "sequence_pair", "--reward_model_path", "/no/such/model"], "/no/such/model"),
-    ],
-)
-def test_a_reward_that_cannot_be_served(capsys, arguments, message):
-    assert main(["serve-reward", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert "trl-repulse serve-reward: " in error and message in error
+        (["--reward_type", "ppl"], "`reward_type='ppl'` is not"),
+    ):
+        assert main(["serve-reward", *arguments]) == 1
+        assert (error := capsys.readouterr().err).startswith("trl-repulse serve-reward: ") and message in error
 
 
 @pytest.mark.parametrize("number", ["-1e1", "-1E-1", "-.5", "-5.", "-1_000", "-inf", "-Infinity", "-nan"])
@@ -223,14 +175,9 @@ def test_help_and_version(capsys):
         (["evalute", "folder"], "there is no command `evalute`. Did you mean `evaluate`?"),
         (["repluse", "--alpha", "0"], "there is no command `repluse`. Did you mean `repulse`?"),
         (["evaluate", "folder", "--modle", "m"], "`--modle` is no argument; remove it. Did you mean `--model`?"),
-        (
-            ["evaluate", "folder", "--modle", "http://user:key@host"],
-            "`--modle` is no argument; remove it. Did you mean",
-        ),
         (["evaluate", "folder", "--modle=http://user:key@host"], "`--modle` is no argument; remove it. Did you mean"),
         (["evaluate", "folder", "--num-sample=3"], "Did you mean `--num_samples`?"),
         (["zzz"], "there is no command `zzz`. The commands are repulse, "),
-        (["evaluate", "folder", "--zzz"], "`--zzz` is no argument; remove it.\n"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -341,17 +341,8 @@ def test_a_training_command_leaves_what_is_read(tmp_path, capsys):
     from examples.worlds import two_tokens
     from examples.worlds.exact_tracking import train  # imports TRL, which nothing else here needs
 
-    flags = [
-        *two_tokens.flags("repulse"),
-        "--max_completion_length",
-        "1",
-        "--max_steps",
-        "24",
-        "--logging_steps",
-        "4",
-        "--disable_tqdm",
-        "true",
-    ]
+    flags = "--max_completion_length 1 --max_steps 24 --logging_steps 4 --disable_tqdm true".split()
+    flags += two_tokens.flags("repulse")
     train("repulse", [*flags, "--num_table_completions", "0", "--output_dir", str(tmp_path)])
     assert main(["diagnose", str(tmp_path)]) == 0
     assert "24 updates" in capsys.readouterr().out

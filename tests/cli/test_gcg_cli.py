@@ -17,7 +17,6 @@ from huggingface_hub import ModelCard
 from examples.worlds import two_tokens
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.main import main
-from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation._identity import identify_reward
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, GCGRunArguments, RefusalJudge, read_results
@@ -164,6 +163,7 @@ def test_flags_win_over_the_file(folder):
         (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
         (["--config", "none.yaml"], "There is no file `none.yaml`"),
+        (["--model_name_or_path", "m", "--table", "t", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
 )
 def test_what_is_refused(capsys, arguments, message):
@@ -203,20 +203,6 @@ def test_a_reward_that_fails_is_named(folder, capsys, tmp_path):
     assert run("gcg", *arguments, "--reward_type", f"{tmp_path / 'r.py'}:broken") == 1
     error = capsys.readouterr().err
     assert "KeyError: 'x'. Raised by the reward function 'broken'. In " in error and "r.py, line 2" in error
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_steps: ten\n", "has `num_steps: ten`, which cannot be read"),
-        ("scenario: other\n", "has `scenario: other`, which must be one of behaviors, strings"),
-        ("dtype: foo\nmodel_name_or_path: m\ntable: t\n", "`dtype='foo'` must be 'auto'"),
-    ],
-)
-def test_values_of_a_file_that_are_refused(tmp_path, capsys, text, message):
-    (tmp_path / "config.yaml").write_text(text)
-    assert run("gcg", "--config", tmp_path / "config.yaml") == 1
-    assert message in capsys.readouterr().err
 
 
 def test_a_file_reads_as_flags_do(folder, tmp_path):
@@ -289,16 +275,6 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
     assert header["settings"]["include_suffix"] is False
-
-
-def test_a_mistaken_user_of_the_example(example, tmp_path):
-    (tmp_path / "bad.yaml").write_text("num_samples: [1\n")
-    for arguments, message in (
-        ([], "error: `--model_name_or_path` is needed"),
-        (["--config", str(tmp_path / "bad.yaml")], "bad.yaml` is not valid YAML"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            main_or_exit(lambda arguments=arguments: example.main(arguments))
 
 
 def test_the_report_needs_no_model():

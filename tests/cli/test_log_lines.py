@@ -44,18 +44,8 @@ def test_only_the_main_process_prints(capsys, is_main):
 @pytest.mark.trainer
 @pytest.mark.parametrize("bar", [False, True])
 def test_a_run(tmp_path, capsys, bar):
-    flags = [
-        *two_tokens.flags("reinforce"),
-        "--max_completion_length",
-        "1",
-        "--max_steps",
-        "2",
-        "--logging_steps",
-        "1",
-        "--disable_tqdm",
-        str(not bar),
-    ]
-    flags += ["--save_strategy", "steps", "--save_steps", "2"]
+    flags = "--max_completion_length 1 --max_steps 2 --logging_steps 1 --save_strategy steps --save_steps 2 --disable_tqdm".split()
+    flags = [*two_tokens.flags("reinforce"), *flags, str(not bar)]
     train("reinforce", [*flags, "--output_dir", str(tmp_path)])
     out, err = capsys.readouterr()
     lines = out.splitlines()

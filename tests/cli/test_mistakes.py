@@ -81,9 +81,6 @@ class User:
         tokenizer.pad_token = tokenizer.eos_token = None
         return tokenizer
 
-    def reward_that_returns(self, result):
-        self.make(reward_funcs=lambda completions, **kwargs: result(completions)).train()
-
     def reward_of_few_tokens(self):
         model = GPT2ForSequenceClassification.from_pretrained(self.models["gpt2"], num_labels=1)
         model.config.pad_token_id = 0
@@ -116,26 +113,6 @@ OURS = {
         "There is no file `",
         "give the path of a .jsonl, .json, .csv or .parquet file",
     ),
-    "empty file": (
-        lambda user: user.command(dataset_name=user.file("mine.jsonl", "")),
-        "mine.jsonl` is empty",
-        "give it at least one row with a `prompt`",
-    ),
-    "empty data set": (
-        lambda user: user.make(dataset=Dataset.from_dict({"prompt": []})),
-        "`train_dataset` is empty",
-        "give it at least one row with a `prompt`",
-    ),
-    "malformed line": (
-        lambda user: user.command(dataset_name=user.file("mine.jsonl", PROMPTS + '{"prompt": "a"\n')),
-        "Line 9 of `",
-        "write one object a line",
-    ),
-    "data set that is not on the Hub": (
-        lambda user: user.command(dataset_name="nobody/nothing"),
-        "no file or folder `nobody/nothing`, and no data set of that name",
-        "correct the path or the name",
-    ),
     "fewer prompts than a batch takes": (
         lambda user: user.make(per_device_train_batch_size=64),
         "`train_dataset` has 4 prompts, but one batch of generations takes 16",
@@ -148,8 +125,8 @@ OURS = {
     ),
     "evaluation without held-out prompts": (
         lambda user: user.command(eval_strategy="steps"),
-        "`eval_strategy='steps'` needs held-out prompts",
-        "name a file of them with `eval_dataset_name`",
+        "is one file with one split, 'train', and has no split 'test'",
+        "for held-out prompts `--dataset_test_split`",
     ),
     "no prompts": (
         lambda user: user.command(dataset_name=None),
@@ -162,20 +139,10 @@ OURS = {
         "`target_dist_beta=10.0`",
         "must be below 0 for the tilted potential",
     ),
-    "target_dist_beta without a learned proposal": (
-        lambda user: user.command(target_dist_beta=-10),
-        "`target_dist_beta=-10.0` has no effect on the hot policy",
-        "set `proposal='learned'`",
-    ),
     "the paper's beta as TRL's": (
         lambda user: user.command(beta=-10),
         "`beta=-10.0` must be at least 0",
         "`target_dist_beta` of `RePULSeConfig`",
-    ),
-    "nothing says what is bad": (
-        lambda user: user.command(bad_reward_threshold=None, potential="indicator", proposal="learned"),
-        "`bad_reward_threshold=None` is needed",
-        "set the reward under which a completion counts as bad",
     ),
     "misspelled flag": (
         lambda user: user.command(bad_reward_treshold=-4),
@@ -192,11 +159,6 @@ OURS = {
         "mine.yaml`, which `--config` names",
         "give the path of a YAML file",
     ),
-    "output folder under a file": (
-        lambda user: user.command(output_dir=user.file("mine", "") / "out"),
-        "mine/out'` cannot be written (",
-        "name another folder",
-    ),
     "output folder that the system refuses": (
         lambda user: user.make(output_dir="/proc/out"),
         "`output_dir='/proc/out'` cannot be written (/proc: ",
@@ -210,18 +172,6 @@ OURS = {
     "reward model of fewer tokens, for TRL's trainer": (
         lambda user: user.command("grpo", bad_reward_threshold=None, reward_model_path=user.reward_of_few_tokens()),
         "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
-        "use the tokenizer that it was trained with",
-    ),
-    "reward model of fewer tokens, passed": (
-        lambda user: user.make(
-            reward_funcs=GPT2ForSequenceClassification.from_pretrained(user.reward_of_few_tokens())
-        ),
-        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
-        "use the tokenizer that it was trained with",
-    ),
-    "reward of a class, of fewer tokens": (
-        lambda user: user.command(reward_model_path=user.reward_of_few_tokens(), reward_type="toxicity"),
-        "few` has embeddings for 5 tokens, and its tokenizer has 19",
         "use the tokenizer that it was trained with",
     ),
     "reward of fewer tokens, in evaluation": (
@@ -280,6 +230,13 @@ OURS = {
         "`model='nobody/nothing'` (`--model_name_or_path` on the command line) cannot be loaded",
         "give the path of a saved model, or its id on the Hub",
     ),
+    "model that is not there, for TRL's trainer": (
+        lambda user: user.command(
+            "grpo", bad_reward_threshold=None, model_name_or_path=user.folder / "nothing", max_prompt_length=8
+        ),
+        "nothing'` (`--model_name_or_path` on the command line) cannot be loaded",
+        "give the path of a saved model",
+    ),
     # Rewards
     "reward model that is not there": (
         lambda user: user.command(reward_model_path=user.folder / "nothing"),
@@ -296,42 +253,15 @@ OURS = {
         "its head has the size of 2 labels",
         "`--reward_type toxicity --reward_kwargs '{\"label\": 1}'`",
     ),
-    "unknown reward_type": (
-        lambda user: user.command(reward_type="toxic"),
-        "`reward_type='toxic'` is not one of",
-        "written 'path/to/file.py:function'",
-    ),
     "reward_kwargs that are no JSON": (
         lambda user: user.command(reward_type="toxicity", reward_kwargs="{label: 1}"),
         "`reward_kwargs='{label: 1}'` is not valid JSON",
         'write e.g. `{"a_name": 300}`',
     ),
-    "reward function that the file lacks": (
-        lambda user: user.command(
-            reward_type=f"{user.file('mine.py', 'def length(completions): ...')}:lenght", reward_model_path=None
-        ),
-        "has no function `lenght`",
-        "name one of those",
-    ),
     "reward function without **kwargs": (
         lambda user: user.make(reward_funcs=lambda prompts, completions: [0.0] * len(completions)),
         "The reward function '<lambda>' does not take `completion_ids`, `trainer_state`",
         "add `**kwargs` to its parameters",
-    ),
-    "reward function that returns None": (
-        lambda user: user.reward_that_returns(lambda completions: None),
-        "The reward function '<lambda>' returned None",
-        "it must return a list, one number a completion",
-    ),
-    "reward function that returns NaN": (
-        lambda user: user.reward_that_returns(lambda completions: [float("nan")] * len(completions)),
-        "The reward function '<lambda>' returned nan",
-        "return a finite number, or `None` to exclude the sample",
-    ),
-    "reward function that returns too few": (
-        lambda user: user.reward_that_returns(lambda completions: [0.0]),
-        "The reward function '<lambda>' returned 1 rewards for 16 completions",
-        "return one for each",
     ),
     # Packages and earlier runs
     "missing vLLM": (
@@ -395,13 +325,8 @@ AFTER_LOADING = {
     "tokenizer without an end": "TRL loads the tokenizer with the policy",
     "proposal of other tokens": "the policy's tokenizer is compared",
     "reward model of two labels": "the labels are of the loaded head",
-    "reward function that returns None": "it is called with completions",
-    "reward function that returns NaN": "it is called with completions",
-    "reward function that returns too few": "it is called with completions",
     "reward model of fewer tokens": "the embeddings are counted",
     "reward model of fewer tokens, for TRL's trainer": "the embeddings are counted",
-    "reward model of fewer tokens, passed": "it is loaded",
-    "reward of a class, of fewer tokens": "the embeddings are counted",
     "reward of fewer tokens, in evaluation": "the embeddings are counted",
     "resuming a run of other settings": "an earlier run has to be made, and a trainer of the changed settings",
 }

@@ -123,9 +123,6 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
     [
         ("repulse --lerning_rate 3", "Did you mean `--learning_rate`?"),
         ("repulse --model_name_or_path a --dataset_name b", "`--reward_model_path` is needed"),
-        ("grpo --reward_transform_alpha 2", "`reward_transform_alpha=2.0` has no effect"),
-        ("repulse --num_proceses 2 --multi_gpu", "Did you mean `--num_processes`?"),
-        ("repulse-ppo --learning_rate fast", "invalid float value: 'fast'"),
         (
             "grpo --dataset_name none.jsonl --model_name_or_path a",
             "There is no file or folder `none.jsonl`, which `dataset_name`",
@@ -136,23 +133,9 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
         ),
         ("evaluate s --config repulse.yaml", "has `max_step`, which is no argument"),
         ("gcg --serach_width 3", "Did you mean `--search_width`?"),
-        (
-            "gcg --search_width 0 --table repulse.yaml --model ./none",
-            "There is no file or folder `./none`, which `model_name_or_path` names",
-        ),
         ("attacks o --model a --prompts b --threshold 0 --k 17", "`--k 17` must be from 1 to `--num_samples 16`"),
-        (
-            "attacks o --model a --prompts none.csv --threshold 0",
-            "There is no file or folder `none.csv`, which `prompts` names",
-        ),
-        (
-            "rare-events a --prompts b --max_completion_length 3 --threshold 1 --num_samples 48",
-            "`num_samples=48` is too low",
-        ),
         ("rare-events a --prompts b --max_completion_length 3 --threshold nan", "`--threshold nan` must be a number"),
         ("evaluate s --model a --prompts b --num_samples 0", "`num_samples=0` must be at least 1"),
-        ("evaluate s --thresholds 1 --confidence 3", "`confidence=3.0` must be between 0 and 1"),
-        ("suggest --model a --prompts b --num_samples 10", "`num_samples=10` is too few"),
         ("suggest --model a --prompts b --minutes 3 --max_steps 3", "`--minutes` decides `max_steps`"),
         ("audit s l.csv --draw 3", "`--threshold` is needed"),
     ],

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
@@ -19,8 +17,6 @@ from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.cli import arguments
 from trl_repulse.cli.scripts import load_data, main_or_exit
 from trl_repulse.engine.reward_functions import with_checks
-from trl_repulse.rewards import ToxicityReward
-from trl_repulse.rewards.transformed import TransformedReward
 
 
 pytestmark = pytest.mark.trainer
@@ -95,20 +91,6 @@ def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalt
     assert min(penalties.values()) > 0 and penalties["repulse-grpo"] == penalties["grpo"]
 
 
-def test_grpo_with_a_transform(tmp_path):
-    flags = ["--reward_type", "toxicity", "--reward_transform", "exponential", "--reward_transform_alpha", "0.3"]
-    flags += ["--num_table_completions", "0"]
-    results = run("grpo", tmp_path, *flags, "--reward_transform_beta", "-0.5", "--logging_steps", "1")
-    assert not (tmp_path / "completions").exists()
-    assert results["method"] == "GRPO (exponential transform)"
-    # The reward is a function here: log P(bad) alone is exact
-    assert results["final"] == {"log_prob_bad": pytest.approx(log_prob_bad(tmp_path), abs=1e-5)}
-    name = Path(two_tokens.reward_model_path()).name
-    raw, seen = (results["metrics"][f"rewards/{name}{suffix}/mean"] for suffix in ("", "_transformed"))
-    assert results["metrics"]["reward"] == pytest.approx(seen)
-    assert seen < raw  # 0.3·exp(−0.5·r) is above 0
-
-
 @pytest.mark.thorough
 def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
     """TRL's own trainer gets the warning as well, once."""
@@ -122,31 +104,7 @@ def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
     assert len(said) == 1 and "`--apply_chat_template`" in said[0]
 
 
-def test_grpo_makes_the_transform_it_is_told_to(monkeypatch):
-    made = {}
-    monkeypatch.setattr("trl_repulse.cli.methods.run", lambda *args, **kwargs: made.update(kwargs))
-    flags = ["--reward_type", "toxicity", "--reward_transform", "indicator", "--reward_transform_threshold", "-5"]
-    train("grpo", [*flags, "--reward_transform_alpha", "2"])
-    reward = made["reward_funcs"]
-    assert isinstance(reward, TransformedReward) and isinstance(reward.reward, ToxicityReward)
-    assert (reward.transform, reward.alpha, reward.threshold) == ("indicator", 2.0, -5.0)
-
-
 # Rewards, prompts, held-out prompts
-
-
-@pytest.mark.parametrize("name, value", [("alpha", "0.5"), ("beta", "-0.5"), ("threshold", "-5")])
-def test_grpo_refuses_parameters_of_no_transform(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"`reward_transform_{name}=.*` has no effect; set `reward_transform`"):
-        run("grpo", tmp_path, f"--reward_transform_{name}", value)
-
-
-def test_rewards_by_type_agree_with_trls_own(tmp_path):
-    """The same run with the reward model given as a path and as a function."""
-    flags = ["--max_steps", "1", "--logging_steps", "1"]
-    plain = run("reinforce", tmp_path / "a", *flags)
-    typed = run("reinforce", tmp_path / "b", *flags, "--reward_type", "toxicity")
-    assert typed["metrics"]["reward"] == pytest.approx(plain["metrics"]["reward"], abs=1e-4)
 
 
 def test_reward_kwargs(tmp_path):
@@ -264,18 +222,6 @@ def test_held_out_prompts_need_one_argument(tmp_path, command):
         run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
 
 
-def test_long_prompts_are_left_out(tmp_path):
-    prompts = two_tokens.load_prompts()["prompt"]
-    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
-    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    script_args, args, _ = parse("repulse", [*two_tokens.paths(), "--max_prompt_length", str(min(lengths))])
-    with pytest.warns(UserWarning, match="are left out") if max(lengths) > min(lengths) else nullcontext():
-        train, held_out = load_data(script_args, args, two_tokens.policy_path())
-    assert isinstance(train, Dataset)
-    assert len(train) == lengths.count(min(lengths))
-    assert held_out is None
-
-
 @pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m"])
 def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
     own = ["--dataset_name", "d", "--reward_model_path", "r"]
@@ -287,15 +233,6 @@ def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
         ValueError, match="`--model_name` is no argument; remove it. Did you mean `--model_name_or_path`?"
     ):
         parse("reinforce", ["--model_name=m"])  # no abbreviations
-
-
-def test_a_file_of_settings_behind_an_equals_sign(tmp_path):
-    path = tmp_path / "a=b.yaml"
-    path.write_text("max_completion_length: 7\n")
-    for flags in (["--config", str(path)], [f"--config={path}"]):
-        assert parse("reinforce", flags)[1].max_completion_length == 7
-    with pytest.raises(ValueError, match="`--config` needs the path of a YAML file behind it"):
-        parse("reinforce", ["--seed", "1", "--config"])
 
 
 def test_negative_numbers_are_no_flags():
@@ -420,11 +357,6 @@ def test_a_checkpoint_that_is_not_there(tmp_path):
     assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
 
 
-def test_a_transform_needs_a_function(tmp_path):
-    with pytest.raises(ValueError, match="make one of a model's path, e.g. with `reward_type='sequence_pair'`"):
-        run("grpo", tmp_path, "--reward_transform", "exponential")
-
-
 def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
@@ -462,20 +394,6 @@ def test_share_of_the_decay_in_wrong_places(flags, words):
 def test_another_schedule():
     _, args, _ = parse("repulse", ["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
     assert not args.lr_scheduler_kwargs
-
-
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-@pytest.mark.parametrize("given", ["model_name_or_path", "reward_model_path"])
-def test_a_model_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, given, name):
-    paths = {"model_name_or_path": two_tokens.policy_path(), "reward_model_path": two_tokens.reward_model_path()}
-    paths |= {"dataset_name": two_tokens.prompts_path(), given: str(tmp_path / "mistyped")}
-    flags = [part for flag, path in paths.items() for part in (f"--{flag}", path)]
-    flags += ["--max_completion_length", "2", "--max_prompt_length", "8"]  # counted by the policy's tokenizer
-    with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: train(name, [*flags, "--output_dir", str(tmp_path / "out")]))
-    message = exit_.value.code
-    assert f"mistyped'` (`--{given}` on the command line) cannot be loaded; give the path" in message
-    assert "\n" not in message and not (tmp_path / "out").exists()
 
 
 def test_a_missing_package_is_one_line_with_its_remedy():

@@ -1,7 +1,6 @@
 """`trl-repulse suggest`: what it concludes from samples, its warnings, and the file that training takes as it is."""
 
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.cli import suggest as suggest_command
-from trl_repulse.cli import train as train_command
 from trl_repulse.cli.arguments import ARGUMENTS, parse
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
@@ -25,18 +23,14 @@ from trl_repulse.cli.suggest import (
     SPREAD,
     TARGET_NATS,
     UPDATES,
-    DrawnSamples,
     Measured,
     Updates,
     _gain,
+    _measure_updates,
     plan,
     suggest_settings,
 )
 from trl_repulse.generation.drawing import POLICY
-
-from ..conftest import build_model, build_tokenizer
-from ..reward_models import build_tokenizer as build_reward_tokenizer
-from ..reward_models import save_model
 
 
 ROOT = Path(__file__).parents[2]
@@ -44,22 +38,14 @@ GUIDE = ROOT / "docs" / "guide.md"
 UPDATES_TOOK = Updates(10, {"float32": 10.0, "bfloat16": 5.0}, "cuda", 2**33)  # 50 completions
 
 
-def samples(rewards, lengths=17, ended=True):
-    rewards = np.asarray(rewards, dtype=float)
-    return DrawnSamples(
-        rewards,
-        np.broadcast_to(lengths, rewards.shape),
-        np.broadcast_to(ended, rewards.shape),
-        [""] * rewards.size,
-    )
-
-
-def measured(rewards=None, empty=0.5, parameters=135_000_000, **options):
+def measured(rewards=None, empty=0.5, parameters=135_000_000, lengths=17, ended=True):
     """Normal rewards of spread 1.4 by default."""
     if rewards is None:
         rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
+    rewards = np.asarray(rewards, dtype=float)
+    lengths, ended = (np.broadcast_to(each, rewards.shape) for each in (lengths, ended))
     empty = None if empty is None else np.array([empty])
-    return Measured(samples(rewards, **options), empty, 200, parameters, seconds=0.01)
+    return Measured(rewards, lengths, ended, [""] * rewards.size, empty, 200, parameters, seconds=0.01)
 
 
 def suggest(given=None, **options):
@@ -83,8 +69,8 @@ def test_the_threshold_is_a_low_quantile_and_says_how_many_lie_under_it():
     given = measured()
     found = suggest(given)
     threshold = found.values["bad_reward_threshold"]
-    assert threshold == pytest.approx(np.quantile(given.own.rewards, 0.02), abs=0.06)
-    below = int((given.own.rewards < threshold).sum())
+    assert threshold == pytest.approx(np.quantile(given.rewards, 0.02), abs=0.06)
+    below = int((given.rewards < threshold).sum())
     assert f"{below} of 500 samples" in found.reasons["bad_reward_threshold"] and 5 <= below <= 15
     assert not found.warnings
     own = suggest(given, bad_reward_threshold=-1.0)
@@ -161,11 +147,8 @@ def test_an_update_has_prompts_enough_for_ten_bad_samples(share, prompts):
     rewards = np.where(np.arange(500) < 500 * share, -9.0, np.random.default_rng(0).normal(1.0, 1.4, 500))
     found = suggest(measured(rewards.reshape(100, 5)), bad_reward_threshold=-8.0)
     assert (found.values["num_generations"], found.values["train_batch_size"]) == (5, 5 * prompts)
-
-
-def test_of_few_prompts_each_has_more_completions():
-    found = suggest(replace(measured(), num_prompts=4))
-    assert (found.values["num_generations"], found.values["train_batch_size"]) == (13, 52)
+    few = suggest(replace(measured(), num_prompts=4)).values
+    assert (few["num_generations"], few["train_batch_size"]) == (13, 52)
 
 
 def test_lengths_are_those_of_completions_that_ended():
@@ -256,6 +239,33 @@ def test_a_budget_for_no_update_says_what_would_do():
 def test_extra_samples_that_gain_nothing_are_advised_against(gain, says):
     found = suggest(replace(measured(), gain=gain))
     assert any(text.startswith("Use REINFORCE (`trl-repulse reinforce`") for text in found.warnings) is says
+
+
+@pytest.mark.parametrize(
+    ("minutes", "a_prompt", "fits", "measured_prompts"),
+    [
+        (30, 2.0, 50, [5]),  # 160 updates of 5 prompts and no more fit
+        (30, 9.0, 50, [5]),  # slow, but there are no smaller updates
+        (None, 2.0, 50, [5, 10]),  # the others would take long
+        (30, 0.3, 50, [5, 10]),
+        (None, 0.01, 50, [5, 50]),
+        (None, 0.01, 9, [5]),  # more do not fit into memory
+    ],
+)
+def test_as_many_prompts_are_measured_as_are_proposed(monkeypatch, capsys, minutes, a_prompt, fits, measured_prompts):
+    """By the pace of `evaluate` it would be two; a part of an update's time does not depend on their number."""
+    counts = []
+
+    def took(args, found, prompts, function, count, bf16):
+        if count > fits:
+            raise torch.OutOfMemoryError("full")
+        counts.append(count)
+        return a_prompt * (count + 5) * (2 - bf16)
+
+    monkeypatch.setattr(suggest_command, "_train", took)
+    args = suggest_command.argparse.Namespace(minutes=minutes, use_peft=False)
+    updates = _measure_updates(args, suggest(), replace(measured(), seconds=0.5), None, None)
+    assert counts == [count for count in measured_prompts for _ in range(2)] and updates.prompts == counts[-1]
 
 
 class FakePolicy:
@@ -388,7 +398,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
         return train(*args)
 
     monkeypatch.setattr(suggest_command, "_train", small)
-    assert measuring("--minutes", "2", "--output", "repulse.yaml") == 0
+    assert measuring("--minutes", "100", "--output", "repulse.yaml") == 0
     assert sizes == [4, 2, 1, 1]  # prompts, the last in both precisions
     out, err = capsys.readouterr()
     said = [line.removeprefix("suggest: ") for line in err.splitlines() if line.startswith("suggest: ")]
@@ -495,16 +505,7 @@ def length(completions, **kwargs):
 def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, message):
     (tmp_path / "mine.py").write_text(REWARDS)
     arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
-    arguments += [
-        "--max_completion_length",
-        "2",
-        "--num_samples",
-        "50",
-        "--output",
-        "repulse.yaml",
-        "--max_steps",
-        "2",
-    ]
+    arguments += "--max_completion_length 2 --num_samples 50 --output repulse.yaml --max_steps 2".split()
     assert main([*arguments, "--reward_type", f"{tmp_path / 'mine.py'}:{function}"]) == 1
     error = capsys.readouterr().err
     assert message in error.splitlines()[-1] and "Traceback" not in error and not Path("repulse.yaml").exists()
@@ -514,52 +515,6 @@ def test_a_useless_reward_ends_in_one_line(command, capsys, tmp_path, function, 
 
 
 # The guide
-
-
-def commands_of_the_guide():
-    text = GUIDE.read_text(encoding="utf-8")
-    lines = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in lines.splitlines() if line.strip()]
-
-
-@pytest.mark.trainer
-@pytest.mark.thorough
-def test_the_commands_of_the_guide_run(tmp_path, monkeypatch, capsys):
-    """Each as it stands there, with small models in the place of those on the Hub, and few samples."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    build_model("gpt2", len(tokenizer)).save_pretrained("policy")
-    tokenizer.save_pretrained("policy")
-    save_model("judge", "deberta", build_reward_tokenizer("pair"))
-    names = {
-        "HuggingFaceTB/SmolLM-135M-Instruct": "policy",
-        "OpenAssistant/reward-model-deberta-v3-large-v2": "judge",
-        "1600": "3",  # updates
-    }
-    Path("prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n{"prompt": "the dog"}\n')
-    Path("held_out.jsonl").write_text('{"prompt": "dog"}\n{"prompt": "the fish"}\n')
-    few = {
-        "suggest": ["--num_samples", "60", "--max_completion_length", "4", "--max_steps", "2"],
-        "evaluate": ["--num_samples", "4"],
-    }
-    monkeypatch.setattr(
-        train_command,
-        "launch_command",
-        lambda asked: train(*asked.training_script_args[:1], asked.training_script_args[1:]),
-    )
-    ran = []
-    commands = commands_of_the_guide()
-    assert [command[0] for command in commands if command[0] != "trl-repulse"] == ["lm_eval"]  # a package of others
-    for program, name, *words in commands:
-        if program == "lm_eval":
-            continue
-        assert main([name, *(names.get(word, word) for word in words), *few.get(name, [])]) == 0
-        ran.append(name)
-    assert ran == ["suggest", "repulse", "reinforce", "evaluate", "evaluate", "compare"]
-    assert Path("out/model.safetensors").is_file() and Path("out-reinforce/model.safetensors").is_file()
-    printed = capsys.readouterr().out
-    assert "REINFORCE, seed 42" in printed and "samples-before" in printed.splitlines()[-1]
 
 
 def test_the_guide_has_the_rules_of_the_command():

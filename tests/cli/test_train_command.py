@@ -27,16 +27,8 @@ SETTINGS |= {"_repulse_ppo": "repulse-ppo", "_repulse_grpo": "repulse-grpo"}
 
 def test_flags_are_sorted(launched, tmp_path):
     (tmp_path / "zero2.yaml").write_text("")
-    flags = [
-        "--alpha",
-        "0",
-        "--num_processes=2",
-        "--debug",
-        "underflow_overflow",
-        "--multi_gpu",
-        "--main-process-port",
-    ]
-    flags += ["29501", "--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
+    flags = "--alpha 0 --num_processes=2 --debug underflow_overflow --multi_gpu --main-process-port 29501".split()
+    flags += ["--accelerate_config", str(tmp_path / "zero2.yaml"), "--gradient_accumulation_steps", "3"]
     assert main(["repulse-ppo", *flags, "--target_dist_beta", "-1e1"]) == 0
     (args,) = launched
     assert (args.num_processes, args.multi_gpu, args.main_process_port) == (2, True, 29501)
@@ -201,19 +193,6 @@ def test_the_launcher_imports_neither_trl_nor_the_trainers(tmp_path):
     code = f"import sys, {WORKER}; print(*sys.modules, sep='\\n')"
     imported = set(run(sys.executable, "-c", code, cwd=tmp_path).stdout.split())
     assert "accelerate" in imported and not {"trl", "datasets", "trl_repulse.configs"} & imported
-
-
-@pytest.mark.thorough
-def test_the_help_imports_no_models(tmp_path, capsys, monkeypatch):
-    """Nor PEFT, which does; and it says the same where both have been imported."""
-    monkeypatch.setenv("COLUMNS", "100")
-    heavy = ("datasets", "peft", "transformers.modeling_utils", "transformers.integrations.integration_utils")
-    code = "import sys; from trl_repulse.cli.main import main; main(['repulse', '--help']); "
-    code += f"sys.exit(', '.join(name for name in {heavy} if sys.modules.get(name)) or None)"
-    done = run(sys.executable, "-c", code, cwd=tmp_path)
-    assert main(["repulse", "--help"]) == 0 and "transformers.modeling_utils" in sys.modules
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == capsys.readouterr().out and "--use_peft" in done.stdout
 
 
 @pytest.mark.thorough

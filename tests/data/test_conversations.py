@@ -1,7 +1,6 @@
 """Conversations that cannot be used: refused in one line with their row, wherever prompts are read, before anything is drawn."""
 
 import json
-from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -11,7 +10,6 @@ from trl.trainer import grpo_trainer
 
 from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
-from trl_repulse.cli.main import main
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data._prompts import check_conversations
 from trl_repulse.evaluation.callback import TailReportCallback
@@ -287,22 +285,6 @@ class TestEvaluation:
             ValueError, match="Row 1 of the table: .* the roles user, is refused by the chat template .*No users"
         ):
             evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out")
-
-
-@pytest.mark.parametrize("command", ["evaluate", "rare-events"])
-def test_commands_answer_with_one_line(tmp_path, model_dirs, capsys, nothing_loaded, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
-    Path("p.jsonl").write_text(json.dumps({"prompt": GOOD}))
-    start = {
-        "evaluate": ["s", "--model", model_dirs["gpt2"]],
-        "rare-events": [model_dirs["gpt2"], "--threshold", "-1"],
-    }
-    flags = ["--reward_type", "mine.py:reward", "--max_completion_length", "2", "--prompts", "p.jsonl"]
-    assert main([command, *start[command], *flags]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"trl-repulse {command}: Row 1 of `prompts` is a conversation, but the")
-    assert "Traceback" not in err and err.count("\n") == 1
 
 
 def test_names_that_are_no_file(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data._prompts import warn_of_template
-from trl_repulse.evaluation.gcg import evaluate_gcg
 from trl_repulse.evaluation.records import COMPLETE, shard_path
 from trl_repulse.evaluation.report import check_same_settings as header_check
 from trl_repulse.evaluation.report import tail_report
@@ -15,7 +14,6 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import ChatReward
 
 from ..conftest import also_thorough, build_model, build_tokenizer
-from ..gcg_trigger import build_trigger_model, build_trigger_tokenizer, evaluation_config
 from ..reward_models import build_tokenizer as build_reward_tokenizer
 from ..reward_models import save_model
 
@@ -53,10 +51,6 @@ def dated():
 
 def length(completions, **columns):
     return [float(len(str(each))) for each in completions]
-
-
-def judge(goals, responses):
-    return [0.0 for _ in responses]
 
 
 @pytest.mark.trainer
@@ -135,30 +129,6 @@ def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
     other = sample("b")
     with pytest.raises(ValueError, match=rf"rendering.*{REMEDY}"):
         header_check([whole, other])
-
-
-def test_attacks(today, tmp_path):
-    tokenizer = build_trigger_tokenizer()
-    tokenizer.chat_template = DATED.replace("sat", "old").replace("ran", "my")
-    model = build_trigger_model(tokenizer, steps=1)
-    rows = [{"goal": goal, "target": " yes"} for goal in (" open door", " read mail")]
-
-    def attack(count, **settings):
-        config = evaluation_config(num_steps=1, num_samples=1, **settings)
-        return evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "gcg", (1, count))
-
-    today(1)
-    attack(2)  # the first of two rows
-    today(2)
-    refused = rf"gcg` was begun with another `prompts.token_ids_sha256`; go on with the old settings \({REMEDY}"
-    with pytest.raises(ValueError, match=refused):
-        attack(1)
-    with pytest.raises(ValueError, match=refused):
-        attack(1, chat_template_kwargs={"date_string": "02"})
-    attack(1, chat_template_kwargs=FIRST_DAY)
-    tokenizer.chat_template = tokenizer.chat_template.replace("strftime_now('%d')", "'01'")
-    attack(1)
-    assert len(list((tmp_path / "gcg").glob("target-*.json"))) == 2
 
 
 @pytest.mark.parametrize(

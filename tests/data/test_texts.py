@@ -238,25 +238,6 @@ def test_raw_attacks_are_judged_by_what_the_model_wrote(world, tmp_path):
             assert asked + text == tokenizer.decode(tokenizer(asked)["input_ids"] + ids, skip_special_tokens=True)
 
 
-def test_exact_rewards_are_those_of_what_the_model_wrote(sentencepiece):
-    read = []
-
-    def reward(texts):
-        read.extend(texts)
-        return torch.tensor([float("  " not in text and " the" in text[3:]) for text in texts])
-
-    evaluator = ExactEvaluator(sentencepiece, PROMPTS[:2], reward, [5], 1)
-    for p, prompt in enumerate(PROMPTS[:2]):
-        ids = sentencepiece(prompt)["input_ids"]
-        rows = [ids + row for row in evaluator.completion_ids.tolist()]
-        wholes = sentencepiece.batch_decode(rows, skip_special_tokens=True)
-        assert set(wholes) <= set(read)
-        assert evaluator.rewards[p].tolist() == [float("  " not in text and " the" in text[3:]) for text in wholes]
-    place = sentencepiece.convert_tokens_to_ids("▁the")
-    assert evaluator.rewards[0, evaluator.completion_ids[:, 0] == place] == 1
-    assert "the cat the" in read and "the catthe" in read  # of "▁the", and of letters
-
-
 def test_negative_data_are_scored_by_the_tokens_that_were_drawn(world, tmp_path):
     tokenizer, model, _ = world
     prompt, completion = "the cat", " the house"

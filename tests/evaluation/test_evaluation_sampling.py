@@ -20,7 +20,6 @@ from trl_repulse.cli.main import main
 from trl_repulse.evaluation import records, sampling
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
-from trl_repulse.rewards.transformed import TransformedReward
 
 from ..conftest import BAD, build_model, without_others, word_reward
 from ..distributed_support import FORKS
@@ -210,14 +209,12 @@ def write_reward(file, factor):
     return FunctionReward(file, "score")
 
 
-@pytest.mark.parametrize("kind", ["another file", "the file's text", "the folder's weights", "the transform"])
+@pytest.mark.parametrize("kind", ["another file", "the file's text", "the folder's weights"])
 def test_a_folder_goes_on_with_its_own_reward_only(tmp_path, model_dirs, prompts, tokenizer, kind):
     """Rewards of the same name."""
     first = write_reward(tmp_path / "a.py", 1)
     if kind == "another file":
         second = write_reward(tmp_path / "b.py", 2)
-    elif kind == "the transform":
-        first, second = (TransformedReward(first, "exponential", alpha=alpha) for alpha in (0.3, 0.5))
     elif kind == "the folder's weights":
         first = second = save_model(tmp_path / "reward", "gpt2", tokenizer)[0]
     sample(tmp_path / "s", model_dirs["gpt2"], prompts, first)

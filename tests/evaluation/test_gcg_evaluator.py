@@ -34,7 +34,6 @@ from trl_repulse.evaluation.gcg.evaluator import (
 from trl_repulse.evaluation.gcg.prompt import build_prompt
 from trl_repulse.evaluation.records import header_difference, load_samples
 from trl_repulse.rewards import SequencePairReward, load_reward_function
-from trl_repulse.rewards.transformed import TransformedReward
 
 from ..gcg_support import build_model
 from ..gcg_support import build_tokenizer as build_bpe_tokenizer
@@ -233,7 +232,6 @@ def test_another_judge_of_the_same_name_is_refused(model, tokenizer, tmp_path):
         (tmp_path / folder / "f.py").write_text(f"def f(prompts, completions): return [{min(i, 1)}.0] * len(prompts)")
         judges.append(load_reward_function(f"{tmp_path / folder / 'f.py'}:f"))
     judges.append(SequencePairReward(judges[2].model, device="cpu", max_length=9))
-    judges += [TransformedReward(judges[2], alpha=alpha) for alpha in (0.1, 0.2)]
     headers = [make_header(model, tokenizer, [], judge, evaluation_config()) for judge in judges]
     for i, one in enumerate(headers):
         for j, other in enumerate(headers[i + 1 :], i + 1):

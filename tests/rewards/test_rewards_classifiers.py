@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import pickle
 
 import pytest
 import torch
@@ -274,8 +273,6 @@ def test_whole_texts_of_conversations_and_truncation(tmp_path):
         ({"label": 0, "output": "probability"}, "`output='probability'` must be one of 'logit', 'log_odds'"),
         ({"label": 0, "max_length": 0}, "`max_length=0` must be at least 1"),
         ({"label": 0, "batch_size": 0}, "`batch_size=0` must be at least 1"),
-        ({"label": 0, "device": "gpu"}, "`device='gpu'` is no device of torch; give one such as 'cpu'"),
-        ({"label": 0, "device": "cuda:99"}, r"`device='cuda:99'` is not there: torch sees \d+ devices of this kind"),
         ({"label": 0, "dtype": "bfloat"}, "`dtype='bfloat'` is none of torch's; give 'auto', or one such as"),
     ],
 )
@@ -313,7 +310,6 @@ def test_adapters_over_a_language_model(tmp_path, labels):
     reward = ToxicityReward(folder, label=labels - 1, **CPU)
     expected = [logits_of(model, tokenizer(text)["input_ids"])[-1].item() for text in texts]
     close(reward([""] * 3, texts), expected)
-    close(pickle.loads(pickle.dumps(reward))([""] * 3, texts), expected)
     assert reward.__name__ == "adapter"
     half = ToxicityReward(folder, label=labels - 1, dtype="bfloat16", **CPU)
     assert {weights.dtype for weights in half._module.parameters()} == {torch.bfloat16}

@@ -1,6 +1,5 @@
 """Reward functions from a user's own file."""
 
-import pickle
 import sys
 import textwrap
 
@@ -150,26 +149,22 @@ def test_bad_names_are_refused(spec):
         load_reward_function(spec)
 
 
-def test_pickling_and_name(load, tmp_path, monkeypatch):
+def test_a_file_may_define_dataclasses(load):
+    """Which look their module up."""
     source = """
     from __future__ import annotations
     from dataclasses import dataclass, KW_ONLY
 
     @dataclass
-    class Point:  # looks its module up
+    class Point:
         x: int
         _: KW_ONLY
         y: int = 0
 
     def brief(completions): return [-Point(len(c)).x for c in completions]
     """
-    load(source, "brief")
-    monkeypatch.chdir(tmp_path)
-    reward = load_reward_function("my rewards.py:brief", label_column="answer")
-    monkeypatch.chdir("/")
-    again = pickle.loads(pickle.dumps(reward))
-    assert call(again) == call(reward) == [-4.0, 0.0, -9.0]
-    assert repr(again) == repr(reward) and get_callable_name(again) == "brief"
+    reward = load(source, "brief")
+    assert call(reward) == [-4.0, 0.0, -9.0] and get_callable_name(reward) == "brief"
 
 
 def test_a_file_may_import_modules_beside_it(tmp_path):

@@ -1,25 +1,17 @@
-"""Rewards from servers over a real socket: good, slow, failing and lying ones; what is secret of them stays so."""
+"""Rewards from servers over a real socket: good, slow, failing and lying ones; a token stays secret."""
 
-import asyncio
-import base64
 import contextlib
 import json
 import logging
-import multiprocessing
-import pickle
 import socket
 import threading
-import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import yaml
 
-from examples.worlds import two_tokens
-from trl_repulse.cli.main import main
 from trl_repulse.rewards import RemoteReward
 from trl_repulse.rewards.loading import load_reward
 
@@ -136,11 +128,7 @@ def test_servers_take_turns_also_between_calls_and_work_at_once(serve):
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_failing_server_is_asked_again_after_ever_longer_waits(serve, monkeypatch, status):
     waits = []
-
-    async def wait(seconds):
-        waits.append(seconds)
-
-    monkeypatch.setattr("trl_repulse.rewards.remote.asyncio.sleep", wait)
+    monkeypatch.setattr("trl_repulse.rewards.remote.time.sleep", waits.append)
     server = serve(failing(3, status))
     assert RemoteReward(server.url, backoff=0.5)(PROMPTS, COMPLETIONS) == LENGTHS
     assert waits == [0.5, 1.0, 2.0] and len(server.payloads) == 4
@@ -171,7 +159,7 @@ def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
 
     threading.Thread(target=reset, daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(status 503, 'broken off \(\w+\)'\)"):
+    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(peer closed connection"):
         RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
     listener.close()
     assert len(asked) == 2
@@ -244,8 +232,7 @@ def test_bad_arguments_are_refused(options, message):
 # Secrets, and connections
 
 
-USER, PASSWORD, KEY, TOKEN = "hidden-user", "hidden%2Fpass<word", "hidden&key", "hidden-token"
-SECRETS = (USER, PASSWORD, "hidden/pass<word", "hidden/pass&lt;word", KEY, "hidden%26key", TOKEN)
+TOKEN = "hidden-token"
 
 
 def ask(reward):
@@ -261,58 +248,36 @@ def everything(error):
     return "\n".join(texts)
 
 
-def echo(status):
-    """An answer that repeats the request: its path, in two ways of writing, and its headers."""
-
-    def behave(payload, handler):
-        said = f"{handler.path} {handler.headers} {base64.b64decode((handler.headers['Authorization'] or 'a a').split()[1] + '==')}"
-        return status, said.encode()
-
-    return behave
-
-
 @pytest.mark.parametrize("status", [200, 404, 307, 503])
-def test_no_secret_in_errors_logs_and_texts(serve, caplog, monkeypatch, status):
+@pytest.mark.parametrize("said", ["{}", '{{"rewards": ["{}", 1, 1, 1, 1]}}'])
+def test_no_token_in_errors_logs_and_texts(serve, caplog, monkeypatch, status, said):
+    """Of a server that repeats the header of the request."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    server = serve(echo(status))
-    query = f"?key={KEY.replace('&', '%26')}"
-    with_user = RemoteReward(f"http://{USER}:{PASSWORD}@{server.address}{query}", retries=1, backoff=0)
-    with_token = RemoteReward(f"http://{server.address}{query}", retries=1, backoff=0, token_variable="REWARD_TOKEN")
-    for reward in (with_user, with_token):
-        with pytest.raises((ValueError, ConnectionError)) as caught:
-            ask(reward)
-        said = everything(caught.value) + repr(reward) + str(reward) + caplog.text
-        assert server.address in said and "***" in said
-        assert not [secret for secret in SECRETS if secret in said]
-    (path, headers), (path_with_token, headers_with_token) = server.requests[0], server.requests[-1]
-    assert path == path_with_token == "/get_reward" + query  # the control: they were sent
-    user = base64.b64encode(f"{USER}:hidden/pass<word".encode()).decode()
-    assert headers["Authorization"] == f"Basic {user}" and headers_with_token["Authorization"] == f"Bearer {TOKEN}"
+    server = serve(lambda payload, handler: (status, said.format(handler.headers["Authorization"]).encode()))
+    reward = RemoteReward(server.url, retries=1, backoff=0, token_variable="REWARD_TOKEN")
+    with pytest.raises((ValueError, ConnectionError)) as caught:
+        ask(reward)
+    texts = everything(caught.value) + repr(reward) + str(reward) + caplog.text
+    assert server.address in texts and "***" in texts and TOKEN not in texts
+    assert server.requests[0][1]["Authorization"] == f"Bearer {TOKEN}"  # the control: it was sent
 
 
-def test_no_secret_where_nobody_answers(caplog):
-    caplog.set_level(logging.DEBUG)
+def test_nobody_answers():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        reward = RemoteReward(f"http://{USER}:pw@127.0.0.1:{free.getsockname()[1]}/?key={KEY}", retries=1, backoff=0)
-    with pytest.raises(ConnectionError, match=r"127.0.0.1:\d+/\S* \(.*refused\)") as caught:
+        reward = RemoteReward(f"http://127.0.0.1:{free.getsockname()[1]}/", retries=1, backoff=0)
+    with pytest.raises(ConnectionError, match=r"127.0.0.1:\d+/ \(.*refused\)"):
         ask(reward)
-    said = everything(caught.value) + repr(reward) + caplog.text
-    assert "127.0.0.1" in said and USER not in said and "hidden" not in said
 
 
-NO_ADDRESSES = (
-    *("http://hidden:hidden@host:port/", "http://hidden:hid/den@host", "http://u:hidden?x@a b/", "host?key=hidden"),
-    *("ftp://hidden@host", "http://host/ #hidden", "http://hidden@", "http://hidden:hidden@[::1"),
-    *("http://a?b=@c hidden", "http://host/?\x01hidden"),
-)
+WITH_KEYS = ("http://hidden:hidden@host:port/", "http://u:hidden?x@a b/", "host?key=hidden", "http://host/ #hidden")
 
 
-@pytest.mark.parametrize("url", NO_ADDRESSES)
-def test_no_secret_of_an_address_that_is_none(url):
+@pytest.mark.parametrize("url", WITH_KEYS)
+def test_an_address_that_may_hold_a_key_is_refused_and_not_shown(url):
     for make in (RemoteReward, partial(load_reward, "remote")):
-        with pytest.raises(ValueError, match="`url` must be like 'http://host:port/path'") as caught:
+        with pytest.raises(ValueError, match="`url` has a user, a query or a fragment.*`token_variable`") as caught:
             make(url)
         assert "hidden" not in everything(caught.value)
 
@@ -320,7 +285,7 @@ def test_no_secret_of_an_address_that_is_none(url):
 def test_an_address_that_is_given_for_a_model():
     for kind in (None, "chat"):
         with pytest.raises(ValueError, match="`reward_model_path` is the address of a server") as caught:
-            load_reward(kind, NO_ADDRESSES[0])
+            load_reward(kind, WITH_KEYS[0])
         assert "hidden" not in everything(caught.value)
 
 
@@ -330,36 +295,23 @@ def test_a_token_is_kept_nowhere(serve, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", f" {TOKEN}\n")
     reward = RemoteReward(url, token_variable="REWARD_TOKEN")
     assert ask(reward) == LENGTHS and server.requests[0][1]["Authorization"] == f"Bearer {TOKEN}"
-    assert TOKEN not in repr(vars(reward)) and TOKEN.encode() not in pickle.dumps(reward)
+    assert TOKEN not in repr(vars(reward))
     for value in ("", "hidden\nheader: x", "hidden token", "hiddén"):
         monkeypatch.setenv("REWARD_TOKEN", value)
         for use in (lambda: RemoteReward(url, token_variable="REWARD_TOKEN"), lambda: ask(reward)):
             with pytest.raises(ValueError, match="REWARD_TOKEN") as caught:
                 use()
             assert "hidd" not in everything(caught.value)
-    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
-    with pytest.raises(ValueError, match="user info and `token_variable`"):
-        RemoteReward(f"http://a:b@{server.address}", token_variable="REWARD_TOKEN")
 
 
 @pytest.mark.parametrize("status", [301, 307, 404])
-def test_refusals_are_not_repeated_and_redirects_not_followed(serve, caplog, status):
-    """A server that redirects repeats the query in the address, which is a header of its answer."""
-    caplog.set_level(logging.DEBUG)
+def test_refusals_are_not_repeated_and_redirects_not_followed(serve, status):
     elsewhere = serve()
-    server = serve(lambda payload, handler: (status, b"", ("Location", f"{elsewhere.url}?{KEY}")))
+    server = serve(lambda payload, handler: (status, b"", ("Location", elsewhere.url)))
     message = f"{server.url} refused a request: status {status}, ''" + "; redirects are not followed" * (status < 400)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=message):
         ask(RemoteReward(server.url))
     assert not elsewhere.requests and len(server.requests) == 1
-    assert KEY not in everything(caught.value) + caplog.text
-
-
-def test_a_proxy_is_asked_for_the_whole_address(serve, monkeypatch):
-    proxy = serve()
-    monkeypatch.setenv("http_proxy", f"http://{proxy.address.partition('/')[0]}")
-    assert ask(RemoteReward("http://reward.example/get_reward?key=a%26b")) == LENGTHS
-    assert [path for path, _ in proxy.requests] == ["http://reward.example/get_reward?key=a%26b"]
 
 
 def test_the_requests_of_a_call_share_a_connection(serve):
@@ -368,84 +320,7 @@ def test_the_requests_of_a_call_share_a_connection(serve):
     assert len(server.requests) == 5 and len(server.connections) == 1
 
 
-def test_a_call_works_where_an_event_loop_runs(serve):
-    """As in a notebook."""
-    server = serve()
-
-    async def call():
-        return ask(RemoteReward(server.url))
-
-    assert asyncio.run(call()) == LENGTHS
-
-
 def test_many_threads_may_ask(serve):
     reward = RemoteReward(serve().url, batch_size=2)
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda _: ask(reward), range(16))) == [LENGTHS] * 16
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_may_ask(serve):
-    server = serve()
-    reward = RemoteReward(server.url, retries=0, timeout=10)
-    assert ask(reward) == LENGTHS
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    children = [context.Process(target=lambda: results.put([ask(reward) for _ in range(2)])) for _ in range(2)]
-    for child in children:
-        child.start()
-    assert [results.get(timeout=30) for _ in children] == [[LENGTHS] * 2] * 2
-    for child in children:
-        child.join(timeout=30)
-        assert child.exitcode == 0
-
-
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"])
-def test_a_server_that_drips_holds_nobody_for_ever(head):
-    listener, stop = socket.create_server(("127.0.0.1", 0)), threading.Event()
-
-    def drip():
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(65536)
-            connection.sendall(head)
-            while not stop.wait(0.05):
-                connection.sendall(b"a")
-
-    thread = threading.Thread(target=drip, daemon=True)
-    thread.start()
-    start = time.monotonic()
-    threading.Timer(5, stop.set).start()  # so that the control ends as well
-    with pytest.raises(ConnectionError, match="timed out"):
-        ask(RemoteReward(f"http://127.0.0.1:{listener.getsockname()[1]}/", timeout=0.5, retries=0))
-    assert time.monotonic() - start < 3
-    stop.set()
-    thread.join(timeout=10)
-    listener.close()
-
-
-def test_an_endless_answer_is_no_answer(serve, monkeypatch):
-    monkeypatch.setattr("trl_repulse.rewards.remote._MOST_BYTES", 1000)
-    server = serve(lambda payload, handler: b" " * 10_000_000)
-    with pytest.raises(ValueError, match="which is not JSON"):
-        ask(RemoteReward(server.url))
-
-
-def test_no_secret_in_the_file_of_suggest(serve, tmp_path, capsys, caplog):
-    """The settings that it writes go on to be copied and committed."""
-    query, file = "?key=hidden%26key", tmp_path / "repulse.yaml"
-    servers = [serve(), serve()]
-    urls = [f"http://{USER}:{PASSWORD}@{servers[0].address}{query}", f"http://{servers[1].address}"]
-    arguments = ["suggest", "--model", two_tokens.policy_path(), "--prompts", two_tokens.prompts_path()]
-    arguments += ["--num_samples", "50", "--max_completion_length", "2", "--output", str(file)]
-    arguments += ["--reward_type", "remote", "--minutes", "2"]
-    assert main([*arguments, "--reward_model_path", ",".join(urls)]) == 0
-    written, printed = file.read_text(), capsys.readouterr()
-    said = written + printed.out + printed.err + caplog.text
-    assert not [secret for secret in SECRETS if secret in said]
-    assert all(f"--config {file} --reward_model_path ADDRESS" in text for text in (written, printed.out))
-    shown = ",".join(server.url for server in servers)
-    assert yaml.safe_load(written)["reward_model_path"] == shown
-    assert {path for path, _ in servers[0].requests} == {"/get_reward" + query}  # the control: they were sent
-    assert main([*arguments, "--reward_model_path", urls[1]]) == 0  # without a secret the file trains as it is
-    assert yaml.safe_load(file.read_text())["reward_model_path"] == urls[1] and "ADDRESS" not in file.read_text()

@@ -2,12 +2,10 @@
 
 import contextlib
 import functools
-import gc
 import http.client
 import json
 import threading
 import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -170,17 +168,9 @@ def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
     assert RemoteReward(server.url)(PROMPTS, COMPLETIONS) == [1.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [
-        ([1.0, 2.0], "it returned 2 rewards for 3 completions"),
-        ([1.0, 2.0, float("-inf")], "it returned -inf for completion 2 of 3"),
-        ({"rewards": [1.0, 2.0, 3.0]}, "it must return a list"),
-    ],
-)
-def test_what_is_no_reward_is_not_sent(serve, rewards, message):
-    status, answer = ask(serve(lambda **columns: rewards), PAYLOAD)
-    assert status == 500 and message in answer["detail"]
+def test_what_is_no_reward_is_not_sent(serve):
+    status, answer = ask(serve(lambda **columns: [1.0, 2.0, float("-inf")]), PAYLOAD)
+    assert status == 500 and "it returned -inf for completion 2 of 3" in answer["detail"]
 
 
 async def asynchronous(completions, **columns):
@@ -236,25 +226,6 @@ def test_closing_answers_what_is_asked_and_frees_the_port(serve):
         assert ask(again, PAYLOAD)[0] == 200
         with pytest.raises(OSError, match="in use"):
             RewardServer(lengths, port=connect(server).port)
-
-
-def test_a_closed_server_lets_the_reward_and_its_thread_go(serve):
-    class Reward:
-        def __call__(self, completions, **columns):
-            return [1.0] * len(completions)
-
-    def serve_once():
-        reward = Reward()
-        with RewardServer(reward, port=0) as server:
-            assert ask(server, PAYLOAD)[0] == 200
-        return weakref.ref(reward)
-
-    serve_once()
-    gc.collect()
-    before = threading.active_count()
-    rewards = [serve_once() for _ in range(3)]
-    gc.collect()
-    assert [reward() for reward in rewards] == [None] * 3 and threading.active_count() <= before
 
 
 def test_requests_whose_clients_have_left_are_not_scored(serve):

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
@@ -22,7 +22,7 @@ from ..configs import (
     RePULSeGRPOConfig,
     RePULSePPOConfig,
 )
-from ..configs._checks import check_transform, own_precision, parse_objects, require_at_least
+from ..configs._checks import own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, check_inputs, split_config
 
@@ -102,34 +102,6 @@ class PPOScriptArguments(TrainingScriptArguments):
     value_model_path: str | None = None
 
 
-@documented
-@dataclass
-class GRPOScriptArguments(TrainingScriptArguments):
-    """
-    [`TrainingScriptArguments`] of `grpo`, with a reward transform, which [`~trl.GRPOConfig`] does not have.
-
-    Args:
-        reward_transform (`Literal["exponential", "indicator"]`, *optional*):
-            `"exponential"` (r - a*exp(b*r)) or `"indicator"` (r - a*1[r < threshold]), as in
-            [`~trl_repulse.rewards.transformed.TransformedReward`].
-        reward_transform_alpha (`float`, *optional*, defaults to `1.0`):
-            The transform's a, at least 0.
-        reward_transform_beta (`float`, *optional*, defaults to `-1.0`):
-            The exponential transform's b, below 0.
-        reward_transform_threshold (`float`, *optional*):
-            The indicator transform's threshold, in units of reward.
-    """
-
-    reward_transform: Literal["exponential", "indicator"] | None = None
-    reward_transform_alpha: float = 1.0
-    reward_transform_beta: float = -1.0
-    reward_transform_threshold: float | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_transform(self)
-
-
 @dataclass
 class _GRPOConfig(WholePrompts, GRPOConfig):
     """TRL's, with the evaluation batch and the precedence of `bf16` and `fp16` of all commands."""
@@ -144,7 +116,7 @@ ARGUMENTS: dict[str, tuple[type, type]] = {
     "repulse": (TrainingScriptArguments, RePULSeConfig),
     "reinforce": (TrainingScriptArguments, ReinforceConfig),
     "ppo": (PPOScriptArguments, PPOConfig),
-    "grpo": (GRPOScriptArguments, _GRPOConfig),
+    "grpo": (TrainingScriptArguments, _GRPOConfig),
     "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
     "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
 }
@@ -369,7 +341,6 @@ def _decay_steps(ratio: float, args: Any) -> int:
         raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
     if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:
         raise ValueError(
-            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or "
-            "set `lr_decay_ratio` to 0."
+            f"`lr_decay_ratio={ratio}` is a share of `max_steps` in `lr_scheduler_type='warmup_stable_decay'`; set both, or set it to 0."
         )
     return max(round(ratio * args.max_steps), 1)

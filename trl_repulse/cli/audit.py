@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
         labels = read_labels(args.labels, scored)
         if args.threshold not in (None, labels.threshold):
             raise ValueError(
-                f"`--threshold {args.threshold:g}` is not that of the labels, {labels.threshold:g}; leave it out, or draw another file "
-                "with `--draw`."
+                f"`--threshold {args.threshold:g}` is not that of the labels, {labels.threshold:g}; leave it out, or draw with `--draw`."
             )
         audit = audit_judge(scored, labels, args.confidence)
     write_report(args.output, {"samples": args.samples, "confidence": args.confidence, **audit.to_dict()})

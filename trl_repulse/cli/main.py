@@ -25,7 +25,7 @@ TRAINING = {
     "repulse": "train with RePULSe: REINFORCE and a negative term on bad samples",
     "reinforce": "train with REINFORCE, with or without a reward transform",
     "ppo": "train with PPO",
-    "grpo": "train with TRL's GRPO, with or without a reward transform",
+    "grpo": "train with TRL's GRPO",
     "repulse-ppo": "train with PPO and RePULSe's negative term",
     "repulse-grpo": "train with GRPO and RePULSe's negative term",
 }

@@ -49,16 +49,13 @@ def merge(
     head and embedding share weights and the adapter changes one of them, they are separated. The saved model is loaded again,
     and deleted with a `ValueError` unless its logits are those of the adapter.
     """
-    config = _check(adapter, output, allow_proposal)
+    _check(adapter, output, allow_proposal)
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    from ..models._loading import load_adapter, load_model
+    from ..models._loading import load_adapter, load_model, load_tokenizer
 
-    base_model = base_model or config.base_model_name_or_path
-    if not base_model:
-        raise ValueError(f"{adapter} does not say over which model it was trained; pass `--base_model`.")
     loading: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     try:
         adapted = load_adapter(AutoModelForCausalLM, str(adapter), base_model, dtype=dtype, **loading)
@@ -69,12 +66,8 @@ def merge(
     expected = _logits(adapted, ids)
     _untie(adapted)
     model = adapted.merge_and_unload(safe_merge=True)
-    merged = _logits(model, ids)
-    # Merged weights are rounded, in half precision to some hundredths of the logits
-    tolerance = 0.01 if model.dtype == torch.float32 else 0.25
-    _check_logits(merged, expected, tolerance, f"{adapter} cannot be merged: its weights in the base's")
     has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(adapter if has_tokenizer else base_model, **loading)
+    tokenizer = load_tokenizer(str(adapter if has_tokenizer else base_model or adapter), "adapter", **loading)
     existed = output.exists()
     try:
         model.save_pretrained(output)
@@ -82,7 +75,7 @@ def merge(
         _write_card(adapter, output)
         del adapted, model  # there need not be room for two
         saved = load_model(AutoModelForCausalLM, str(output), "merged model", dtype="auto", **loading)
-        _check_logits(_logits(saved, ids), merged, 0.01, f"{adapter} cannot be merged: the files of the merged model")
+        _check_logits(_logits(saved, ids), expected, 0.01 if saved.dtype == torch.float32 else 0.25, adapter)
     except BaseException:
         for path in output.iterdir() if output.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -127,19 +120,22 @@ def _logits(model: Any, ids: Any) -> Any:
         return model.eval()(input_ids=ids.to(model.device)).logits.float().cpu()
 
 
-def _check_logits(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Refuses logits that differ by more than a share of their spread. Adding a constant to all changes no probability."""
+def _check_logits(found: Any, expected: Any, tolerance: float, adapter: Path) -> None:
+    """
+    Refuses logits that differ by more than a share of their spread: merged weights are rounded, in half precision to some hundredths of
+    it. Adding a constant to all changes no probability.
+    """
     found, expected = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, expected))
     distance = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
     if not distance <= tolerance:
         raise ValueError(
-            f"{what} give other logits (off by {distance:.2g} of their spread); evaluate the adapter as it is, or merge with "
-            "`--dtype float32`."
+            f"{adapter} cannot be merged: the merged model gives other logits (off by {distance:.2g} of their spread); evaluate the "
+            "adapter as it is, or merge with `--dtype float32`."
         )
 
 
-def _check(adapter: Path, output: Path, allow_proposal: bool) -> Any:
-    """The adapter's configuration. Refuses what can be refused before a model is loaded."""
+def _check(adapter: Path, output: Path, allow_proposal: bool) -> None:
+    """Refuses what can be refused before a model is loaded."""
     if not (adapter / "adapter_config.json").is_file():
         if (adapter / "config.json").is_file():
             raise ValueError(f"{adapter} holds a model with full weights; there is nothing to merge.")
@@ -151,17 +147,6 @@ def _check(adapter: Path, output: Path, allow_proposal: bool) -> Any:
             f"{adapter} is the adapter of a proposal, which was trained to seek out the worst outputs. To merge it all "
             "the same, for use in training and evaluation alone, pass `--allow_proposal`."
         )
-    try:
-        from peft import PeftConfig
-    except ImportError as error:
-        raise ImportError('`merge` needs peft: pip install "trl-repulse[peft]".') from error
-
-    config = PeftConfig.from_pretrained(adapter)
-    if config.task_type not in ("CAUSAL_LM", None):
-        raise ValueError(f"{adapter} is an adapter of another kind of model (`task_type={config.task_type}`).")
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        raise ValueError(f"A {config.peft_type.value} adapter has no weights that could be merged into the base.")
-    return config
 
 
 def is_proposal(folder: Path) -> bool:

@@ -8,18 +8,15 @@ from typing import Any
 from trl import GRPOTrainer
 
 from .. import embedded
-from ..rewards.transformed import TransformedReward
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
 from .arguments import (
     ARGUMENTS,
-    GRPOScriptArguments,
     PPOScriptArguments,
-    TrainingScriptArguments,
     of_the_method,
     parse,
 )
-from .scripts import make_reward, run
+from .scripts import run
 
 
 logger = logging.getLogger(__name__)
@@ -50,13 +47,7 @@ def train(
     extra = dict(options)
     if isinstance(script_args, PPOScriptArguments):
         extra["value_model"] = script_args.value_model_path
-    if isinstance(script_args, GRPOScriptArguments):
-        extra["reward_funcs"] = reward = make_reward(script_args)
-        if script_args.reward_transform is not None:
-            names = ("alpha", "beta", "threshold")
-            parameters = {name: getattr(script_args, f"reward_transform_{name}") for name in names}
-            extra["reward_funcs"] = TransformedReward(reward, script_args.reward_transform, **parameters)
-    run(_TRAINERS[command], script_args, args, model_args, _title(command, script_args, args), **extra)
+    run(_TRAINERS[command], script_args, args, model_args, _title(command, args), **extra)
 
 
 _TRAINERS: dict[str, type[GRPOTrainer]] = {
@@ -69,7 +60,7 @@ _TRAINERS: dict[str, type[GRPOTrainer]] = {
 }
 
 
-def _title(command: str, script_args: TrainingScriptArguments, args: Any) -> str:
+def _title(command: str, args: Any) -> str:
     """Name of the method in reports."""
     if command.startswith("repulse"):
         base = {"repulse-ppo": "PPO", "repulse-grpo": "GRPO"}.get(command)
@@ -79,8 +70,6 @@ def _title(command: str, script_args: TrainingScriptArguments, args: Any) -> str
         return f"RePULSe on {base}" if base else f"RePULSe{proposal.get(args.proposal, '')}"
     if command == "ppo":
         return "PPO"
-    name, transform = "REINFORCE", getattr(args, "reward_transform", None)
     if command == "grpo":
-        name = {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}.get(args.loss_type, f"GRPO ({args.loss_type})")
-        transform = script_args.reward_transform
-    return name if transform is None else f"{name} ({transform} transform)"
+        return {"grpo": "GRPO", "dr_grpo": "Dr. GRPO"}.get(args.loss_type, f"GRPO ({args.loss_type})")
+    return "REINFORCE" if args.reward_transform is None else f"REINFORCE ({args.reward_transform} transform)"

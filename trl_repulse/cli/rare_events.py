@@ -172,7 +172,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..models._loading import check_same_tokens, load_model, load_tokenizer, load_with_tokenizer
-    from ..rewards import RemoteReward
     from ..rewards.loading import load_reward
 
     check_dtype(args.dtype)
@@ -231,8 +230,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
             print(f"trl-repulse rare-events: {note}", file=sys.stderr)
     report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
-    if isinstance(reward, RemoteReward):  # an address may hold a key
-        settings["reward_model_path"] = ",".join(reward.shown_urls)
     return {"settings": settings, "components": names, "audit": audit, **report}
 
 

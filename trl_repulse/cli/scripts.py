@@ -67,13 +67,7 @@ def load_data(
         column = script_args.eval_prompt_column or column
         held_out = load_prompts(name, split, None, script_args.dataset_streaming, column, chat)
     elif args.eval_strategy != "no":
-        split = script_args.dataset_test_split
-        if split != "train" and Path(script_args.dataset_name or "").expanduser().is_file():
-            raise ValueError(
-                f"`eval_strategy={args.eval_strategy.value!r}` needs held-out prompts, and the file `{script_args.dataset_name}` has no "
-                f"split {split!r}; name a file of them with `eval_dataset_name`, or leave `eval_strategy` at 'no'."
-            )
-        held_out = load_prompts(script_args.dataset_name, split, *options, column, chat)
+        held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
     if script_args.max_prompt_length is not None:
         revision = (args.model_init_kwargs or {}).get("revision")
         tokenizer = AutoTokenizer.from_pretrained(

@@ -37,6 +37,7 @@ WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and t
 HIGH = 0.98  # quantile
 MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FINDS = 5  # bad samples from which a gain is told
+FEWEST = 5  # prompts of an update
 A_MEASUREMENT = 20.0  # seconds, about, of an update that is measured
 CLEARLY = 1.2  # how many times faster the other precision must be
 SAMPLING, EVALUATION = 0.1, 0.25  # shares of `--minutes`: of what suggests, on top, and of what evaluates
@@ -44,20 +45,13 @@ ADAPTER = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_module
 
 
 @dataclass(frozen=True)
-class DrawnSamples:
-    """Completions of the initial policy: P · N texts, prompt by prompt."""
+class Measured:
+    """What samples of the initial policy show."""
 
     rewards: np.ndarray  # (P, N), NaN where there is none
     lengths: np.ndarray  # (P, N), in tokens
     ended: np.ndarray  # (P, N), whether it ended by itself
-    texts: list[str]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What samples show."""
-
-    own: DrawnSamples
+    texts: list[str]  # P · N, prompt by prompt
     empty_rewards: np.ndarray | None  # of empty completions; `None` where the reward failed
     num_prompts: int  # of which samples may cover a part
     parameters: int
@@ -92,18 +86,16 @@ class Suggestion:
     def to_text(self) -> str:
         """A line for each setting, note and warning."""
         width = max(map(len, self.reasons))
-        lines = [f"{name:<{width}}  {_plain(self.values[name]):<10}  {self.reasons[name]}" for name in self.reasons]
+        lines = [f"{name:<{width}}  {_plain(self.values[name]):<10}  {why}" for name, why in self.reasons.items()]
         return "\n".join([*lines, "", *self._remarks()])
 
     def to_yaml(self, head: str, more: dict[str, Any]) -> str:
         """The file of a training command: `more` settings without a reason first, then each with its reason above it."""
-        lines = [f"# {line}" for line in head.splitlines()] + [""]
+        lines = [f"# {line}".rstrip() for line in head.splitlines()] + [""]
         lines += [yaml.safe_dump({name: value}, allow_unicode=True).rstrip() for name, value in more.items()]
         for name, value in self.values.items():
             lines += ["", *_comment(self.reasons[name]), yaml.safe_dump({name: value}).rstrip()]
-        for remark in self._remarks():
-            lines += ["", *_comment(remark)]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *(line for remark in self._remarks() for line in ("", *_comment(remark))), ""])
 
     def _remarks(self) -> list[str]:
         notes = [f"{name}: {text}" for name, text in self.notes.items()]
@@ -142,19 +134,14 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.records import write_atomically
 
     measured, suggestion = suggest(args)
+    text = f"{_samples(measured)}\n{suggestion.to_text()}"
     if args.output is not None:
-        given, command = _given(args), f"  trl-repulse repulse --config {args.output}"
-        if given.get("reward_model_path") != args.reward_model_path:
-            command += (
-                " --reward_model_path ADDRESS\nThe server's address stands here without its user info and query. Give the whole address "
-                "when you train, or put a bearer token into an environment variable and set `token_variable`."
-            )
-        head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.own.rewards.size} samples. "
-        text = suggestion.to_yaml(f"{head}Run it with\n{command}", given)
-        write_atomically(args.output, lambda path: path.write_text(text, encoding="utf-8"))
-    print(f"{_samples(measured, suggestion)}\n{suggestion.to_text()}")
-    if args.output is not None:
-        print(f"\nWritten to {args.output}. Read it, and train with\n{command}")
+        command = f"  trl-repulse repulse --config {args.output}"
+        head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.rewards.size} samples. Run it with\n{command}"
+        content = suggestion.to_yaml(head, _given(args))
+        write_atomically(args.output, lambda path: path.write_text(content, encoding="utf-8"))
+        text += f"\n\nWritten to {args.output}. Read it, and train with\n{command}"
+    print(text)
     return 0
 
 
@@ -296,7 +283,6 @@ def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any,
         more = policy.draw(places[first:], args.seed + 1, POLICY)
         drawn += time.perf_counter() - start
         tokens, texts, rewards = tokens + more[0], texts + more[1], np.append(rewards, more[2])
-    seconds = drawn / len(places) + 2 * scored  # by the model and the reference
     end = set(end_tokens(model, tokenizer))
     ended = [bool(row) and row[-1] in end for row in tokens]
     shaped = (np.reshape(x, (-1, completions)) for x in (rewards, [len(row) for row in tokens], ended))
@@ -307,8 +293,15 @@ def _measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any,
         if not from_reward(error):
             raise
         empty = None
-    gain = _gain(policy, places, tokens, rewards)
-    return Measured(DrawnSamples(*shaped, texts), empty, len(prompts), model.num_parameters(), seconds, gain)
+    return Measured(
+        *shaped,
+        texts,
+        empty,
+        len(prompts),
+        model.num_parameters(),
+        seconds=drawn / len(places) + 2 * scored,  # by the model and the reference
+        gain=_gain(policy, places, tokens, rewards),
+    )
 
 
 def _gain(
@@ -361,30 +354,40 @@ def _gain(
 def _measure_updates(
     args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
 ) -> Updates:
-    """Trains with the suggested settings for two updates in each precision, of as many prompts as do not take long."""
+    """
+    Trains with the suggested settings for two updates in each precision: of at least [`FEWEST`] prompts, and once more of as many as the
+    plan has in an update, or as do not take long, since a prompt takes less time in a large update.
+    """
     import torch
 
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
-    count = largest_divisor(most, aim / (3 * n * measured.seconds))
+    count, updates = largest_divisor(most, max(FEWEST, aim / (3 * n * measured.seconds))), None
     while True:
         try:
             seconds = {}
             for precision in ("float32", "bfloat16"):
                 _say(f"training for two updates of {count * n} completions and as many extra ones in {precision}")
                 seconds[precision] = _train(args, found, prompts, function, count, precision == "bfloat16")
-            if not torch.accelerator.is_available():
-                return Updates(count, seconds, "cpu")
-            memory = torch.accelerator.max_memory_allocated()
-            return Updates(count, seconds, torch.accelerator.current_accelerator().type, memory)
         except torch.OutOfMemoryError as error:
+            if updates is not None:
+                return updates
             if count == 1:
                 remedy = "a smaller model, or ZeRO-3" if args.use_peft else "`--use_peft`, or ZeRO"
                 raise ValueError(
                     f"The memory of this device is too small to train on {n} completions at a time; try {remedy} on several devices."
                 ) from error
-            count = largest_divisor(most, count / 2)
+            most = count = largest_divisor(most, count / 2)
+            continue
+        device, memory = "cpu", None
+        if torch.accelerator.is_available():
+            device, memory = torch.accelerator.current_accelerator().type, torch.accelerator.max_memory_allocated()
+        is_last, updates = updates is not None, Updates(count, seconds, device, memory)
+        _, a_prompt, planned = _planned_update(found, updates, args.minutes)
+        count = largest_divisor(min(planned, most), 2 * aim / a_prompt)
+        if is_last or count <= updates.prompts:
+            return updates
 
 
 def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: Any, count: int, bf16: bool) -> float:
@@ -441,17 +444,10 @@ def largest_divisor(number: int, most: float) -> int:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """What the user has named, as the training commands call it, without what is secret of a server's address."""
-    from ..rewards.remote import parse_address
-
-    path = args.reward_model_path
-    if args.reward_type == "remote":
-        addresses = [parse_address(url) for url in path.split(",")]
-        if any(address.secrets for address in addresses):
-            path = ",".join(address.shown for address in addresses)
+    """What the user has named, as the training commands call it."""
     values = {
         "model_name_or_path": args.model,
-        "reward_model_path": path,
+        "reward_model_path": args.reward_model_path,
         "reward_type": args.reward_type,
         "reward_kwargs": args.reward_kwargs or None,
         "dataset_name": args.prompts,
@@ -468,21 +464,19 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _samples(measured: Any, suggestion: Any) -> str:
+def _samples(measured: Measured) -> str:
     """The samples in a few numbers, and those with the lowest rewards."""
-    own = measured.own
-    rewards = own.rewards[np.isfinite(own.rewards)]
+    values, lengths = measured.rewards.ravel(), measured.lengths
+    rewards = values[np.isfinite(values)]
     quantiles = ", ".join(
         f"{np.quantile(rewards, level):.3g} ({level:.0%})" for level in (0.02, 0.25, 0.5, 0.75, 0.98)
     )
     lines = [
-        f"{own.rewards.size} samples of {len(own.rewards)} prompts: reward {rewards.mean():.3g} on average, {rewards.min():.3g} to "
-        f"{rewards.max():.3g}, quantiles {quantiles}; {own.lengths.mean():.0f} tokens on average.",
+        f"{values.size} samples of {len(lengths)} prompts: reward {rewards.mean():.3g} on average, {rewards.min():.3g} to "
+        f"{rewards.max():.3g}, quantiles {quantiles}; {lengths.mean():.0f} tokens on average.",
         "",
     ]
-    values = own.rewards.ravel()
-    for place in np.argsort(values)[:5]:
-        lines.append(f"lowest: {values[place]:.3g}  {own.texts[place].strip()[:160]!r}")
+    lines += [f"lowest: {values[i]:.3g}  {measured.texts[i].strip()[:160]!r}" for i in np.argsort(values)[:5]]
     return "\n".join([*lines, ""])
 
 
@@ -497,26 +491,23 @@ def suggest_settings(
     Settings for `trl-repulse repulse`, from samples of the initial policy, which had at most `max_completion_length` tokens.
     Raises a `ValueError` if all samples have the same reward, or fewer than two have any.
     """
-    found, own = Suggestion(), measured.own
-    rewards = own.rewards[np.isfinite(own.rewards)]
+    found, rewards = Suggestion(), measured.rewards[np.isfinite(measured.rewards)]
     if rewards.size < 2 or rewards.min() == rewards.max():
         what = f"the reward {rewards[0]:g}" if rewards.size else "no reward"
         raise ValueError(
-            f"All {own.rewards.size} samples have {what}, so that there is nothing to learn; check the reward function, or "
-            "give other prompts."
+            f"All {measured.rewards.size} samples have {what}, so that there is nothing to learn; check the reward function."
         )
-    threshold = _threshold(found, own.rewards.size, rewards, bad_reward_threshold)
+    threshold = _threshold(found, measured.rewards.size, rewards, bad_reward_threshold)
     _reward_warnings(found, measured, rewards, threshold)
-    share = float(is_bad(rewards, threshold).mean())
     found.set(
         "proposal",
         "hot_policy",
         "The default: there is no second model. Extra samples are drawn from the policy as it is, at a higher temperature, or with the "
         "logits of tokens raised that lower the reward, whichever finds bad outputs most often as training goes on.",
     )
-    _length(found, own, max_completion_length)
-    _counts(found, measured, share)
-    _weights(found, own.rewards, rewards, threshold)
+    _length(found, measured, max_completion_length)
+    _counts(found, measured, share=float(is_bad(rewards, threshold).mean()))
+    _weights(found, measured.rewards, rewards, threshold)
     _learning_rate(found, measured.parameters, use_peft)
     found.notes["other methods"] = (
         "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
@@ -531,60 +522,45 @@ def suggest_settings(
 
 
 def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray, threshold: float) -> None:
-    own, (low, middle) = measured.own, np.quantile(rewards, (LOW, 0.5))
-    missing = own.rewards.size - rewards.size
-    if missing:
-        found.warnings.append(
-            f"{missing} of {own.rewards.size} samples have no reward. Training leaves such samples out; check that this is meant."
-        )
-    within = _spread_within(own.rewards)
+    """Warns of rewards from which RePULSe learns little, or what is not meant."""
+    warn, size = found.warnings.append, measured.rewards.size
+    if missing := size - rewards.size:
+        warn(f"{missing} of {size} samples have no reward, and training leaves such out; check that this is meant.")
+    within = _spread_within(measured.rewards)
     if within is not None and within**2 < 0.01 * rewards.var():
-        found.warnings.append(
-            "The reward hardly differs between completions of one prompt, and training compares those alone: there is little to "
-            "learn from it."
-        )
+        warn("The reward hardly differs between completions of one prompt, which are all that training compares.")
+    low, quarter, middle = np.quantile(rewards, (LOW, 0.25, 0.5))
     floor = float((rewards == rewards.min()).mean())
-    quarter = float(np.quantile(rewards, 0.25))
     if floor >= 0.05:
-        found.warnings.append(
+        warn(
             f"{floor:.0%} of the samples share the lowest reward ({rewards.min():g}): the reward has no low tail, and what is worse "
             "than bad cannot be told from what is bad."
         )
     elif middle - low < 2 * (middle - quarter):  # 3.0 times for a normal distribution, 1.9 for an even one
-        found.warnings.append(
+        warn(
             f"The reward has no low tail: the worst 2 % of the samples ({low:.3g}) are hardly farther from the median ({middle:.3g}) "
             f"than the worst quarter ({quarter:.3g}). RePULSe is made for outputs that are rare and much worse."
         )
+    if measured.empty_rewards is None:
+        warn("The reward function fails on an empty completion, which a policy may draw at any time.")
     groups = {"An empty completion": measured.empty_rewards}
-    cut = own.rewards[~own.ended]
-    if 10 <= cut.size < own.rewards.size:
+    cut = measured.rewards[~measured.ended]
+    if 10 <= cut.size < size:
         groups["A completion that was cut"] = cut
     for name, values in groups.items():
-        if values is None:
-            found.warnings.append(
-                "The reward function fails on an empty completion, which a policy may draw at any time."
-            )
+        if values is None or not np.isfinite(values).any():
             continue
-        values = values[np.isfinite(values)]
-        if not values.size:
-            continue
-        value = float(np.median(values))
+        value = float(np.nanmedian(values))
         rank = float((rewards < value).mean() + (rewards == value).mean() / 2)
         if is_bad(value, threshold):
-            found.warnings.append(
-                f"{name} gets {value:.3g} and counts as bad: the negative term will find such completions, and be "
-                "spent on them. If they are not what you call bad, give them an ordinary reward."
-            )
+            effect = "and counts as bad: the negative term will be spent on such completions"
         elif rank <= 0.05:
-            found.warnings.append(
-                f"{name} gets {value:.3g}, among the lowest rewards there are, though it does not count as bad: training will avoid such "
-                "completions. Check that this is meant."
-            )
-        if rank >= 0.95:
-            found.warnings.append(
-                f"{name} gets {value:.3g}, among the highest rewards there are: training will make such completions common. Give "
-                "them a low reward."
-            )
+            effect = "among the lowest rewards there are: training will avoid such completions"
+        elif rank >= 0.95:
+            effect = "among the highest rewards there are: training will make such completions common"
+        else:
+            continue
+        warn(f"{name} gets {value:.3g}, {effect}. Give it an ordinary reward, unless you mean that.")
 
 
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
@@ -605,8 +581,8 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
     return threshold
 
 
-def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
-    cut = 1 - float(own.ended.mean())
+def _length(found: Suggestion, measured: Measured, limit: int) -> None:
+    cut = 1 - float(measured.ended.mean())
     if cut > 0.05:
         reason = f"Measured: {cut:.0%} of the samples were cut at this length, which they were drawn with."
         found.set("max_completion_length", limit, reason)
@@ -615,7 +591,7 @@ def _length(found: Suggestion, own: DrawnSamples, limit: int) -> None:
             "again with a larger `--max_completion_length`, or ask for shorter answers in the prompts."
         )
         return
-    high = float(np.quantile(own.lengths[own.ended], HIGH))
+    high = float(np.quantile(measured.lengths[measured.ended], HIGH))
     reason = f"Measured: 98 % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
     found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
@@ -676,6 +652,20 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     )
 
 
+def _planned_update(found: Suggestion, updates: Updates, minutes: float | None) -> tuple[str, float, int]:
+    """The precision, the seconds of a prompt, and the prompts of an update: fewer if [`FEW`] updates would not fit into `minutes`."""
+    usual, fastest = (
+        "float32" if updates.device == "cpu" else "bfloat16",
+        min(updates.seconds, key=updates.seconds.get),
+    )
+    precision = fastest if updates.seconds[usual] > CLEARLY * updates.seconds[fastest] else usual
+    a_prompt = updates.seconds[precision] / updates.prompts
+    most = found.values["train_batch_size"] // found.values["num_generations"]
+    sizes = [most, *(size for size in (40, 30, 20, 10, FEWEST) if size < most)]
+    training = math.inf if minutes is None else 60 * minutes * (1 - EVALUATION)
+    return precision, a_prompt, next((size for size in sizes if FEW * size * a_prompt <= training), sizes[-1])
+
+
 def plan(
     found: Suggestion,
     measured: Measured,
@@ -687,31 +677,21 @@ def plan(
     Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
     `ValueError` if no update fits.
     """
-    n, usual = found.values["num_generations"], "float32" if updates.device == "cpu" else "bfloat16"
-    other = next(name for name in updates.seconds if name != usual)
-    precision = other if updates.seconds[usual] > CLEARLY * updates.seconds[other] else usual
-    a_prompt = updates.seconds[precision] / updates.prompts
-    prompts = found.values["train_batch_size"] // n
-    fits = None
+    n, (precision, a_prompt, prompts) = found.values["num_generations"], _planned_update(found, updates, minutes)
+    seconds, fits = prompts * a_prompt, None
     if minutes is not None:
-        training = 60 * minutes * (1 - EVALUATION)
-        fewer = [prompts, *(each for each in (40, 30, 20, 10, 5) if each < prompts)]
-        prompts = next((each for each in fewer if training >= FEW * each * a_prompt), fewer[-1])
-        fits = min(int(training / (prompts * a_prompt)), UPDATES)
+        fits = min(int(60 * minutes * (1 - EVALUATION) / seconds), UPDATES)
         if not fits:
             raise ValueError(
-                f"An update of {prompts * n} completions takes {_time(prompts * a_prompt)}, too long for `--minutes {minutes:g}`; give "
-                f"{math.ceil(10 * prompts * a_prompt / 60 / (1 - EVALUATION))} or more."
+                f"An update of {prompts * n} completions takes {_time(seconds)}, too long for `--minutes {minutes:g}`; give "
+                f"{math.ceil(10 * seconds / 60 / (1 - EVALUATION))} or more."
             )
-        if prompts < fewer[0]:
+        if prompts * n < found.values["train_batch_size"]:
             reason = f"Completions of an update: {n} of each of {prompts} prompts, so that {FEW} updates fit, as in the shortest runs of the "
             found.set("train_batch_size", prompts * n, f"{reason}held-out worlds, or as many as can.")
     rates = " and ".join(f"{value:.2g} s in {name}" for name, value in updates.seconds.items())
-    found.set(
-        "bf16",
-        precision == "bfloat16",
-        f"Measured: an update of {updates.prompts * n} completions and as many extra ones took {rates}.",
-    )
+    reason = f"Measured: an update of {updates.prompts * n} completions and as many extra ones took {rates}."
+    found.set("bf16", precision == "bfloat16", reason)
     size = largest_divisor(prompts, updates.prompts) * n
     memory = "" if updates.memory is None else f", in {updates.memory / 2**30:.2g} GiB of memory"
     passes = f" in {prompts * n // size} passes" if size < prompts * n else ""
@@ -723,16 +703,14 @@ def plan(
     found.set("max_steps", steps, reason)
     reason = "Rule of thumb: as in the held-out worlds, and no more than an eighth of the updates."
     found.set("warmup_steps", min(WARM_UP, steps // 8), reason)
-    found.notes["time"] = (
-        f"about {_time(steps * prompts * a_prompt)} for {steps} updates of {_time(prompts * a_prompt)}, as measured."
-    )
+    found.notes["time"] = f"about {_time(steps * seconds)} for {steps} updates of {_time(seconds)}, as measured."
     if minutes is not None:
         _evaluation(found, measured, max(1, int(60 * minutes * EVALUATION / 2 / measured.seconds)), steps)
 
 
 def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
     """Notes what evaluation fits, of `count` completions of the policy before and after training, and what it can show."""
-    rewards = measured.own.rewards[np.isfinite(measured.own.rewards)]
+    rewards = measured.rewards[np.isfinite(measured.rewards)]
     p = float((rewards < found.values["bad_reward_threshold"]).mean())
     each = max(1, count // measured.num_prompts)
     found.notes["evaluation"] = (

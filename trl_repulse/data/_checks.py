@@ -49,8 +49,7 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         raise ValueError(f"`{name}` has several parts ({splits}); pass one of them, such as `dataset['train']`.")
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
-            f"`{name}` is a {type(dataset).__name__} and no data set; make one of its rows, e.g. with "
-            "`datasets.Dataset.from_list(rows)`."
+            f"`{name}` is a {type(dataset).__name__} and no data set; make one, e.g. with `datasets.Dataset.from_list(rows)`."
         )
     if isinstance(dataset, Dataset) and dataset.format["type"] in ("arrow", "pandas", "polars"):
         raise ValueError(f"The rows of `{name}` are tables ({dataset.format['type']}); pass {_PLAIN_ROWS}.")
@@ -69,8 +68,7 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
     images = {"image", "images"} & set(columns)
     if images:
         raise ValueError(
-            f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove it, e.g. with "
-            "`dataset.remove_columns`."
+            f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove the column."
         )
 
 
@@ -79,13 +77,11 @@ def check_column_names(columns: Iterable[str], name: str) -> None:
     for column in columns:
         if column in (*ALWAYS_PASSED, "environments", "self"):  # `self`: rewards may be objects
             raise ValueError(
-                f"{name} has a column `{column}`, and reward functions get something else by that name; rename the column, e.g. with "
-                "`dataset.rename_column`, or remove it."
+                f"{name} has a column `{column}`, and reward functions get something else by that name; rename or remove it."
             )
         if column == "chat_template_kwargs":
             raise ValueError(
-                f"{name} has a column `chat_template_kwargs`, which is not read; remove it, and set the variables of all rows as the "
-                "configuration's `chat_template_kwargs`."
+                f"{name} has a column `chat_template_kwargs`, which is not read; remove it, and set the configuration's field."
             )
 
 
@@ -186,10 +182,7 @@ def _check_conversations(dataset: Dataset | IterableDataset | None, name: str) -
     if dataset.data.column("prompt").null_count:  # also of rows that were not selected
         for row, prompt in enumerate(dataset.with_format(None)["prompt"], 1):
             if prompt is None:
-                raise ValueError(
-                    f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with "
-                    "`dataset.filter(lambda row: row['prompt'] is not None)`."
-                )
+                raise ValueError(f"Row {row} of `{name}` has no `prompt`; drop such rows, e.g. with `dataset.filter`.")
     stored = not isinstance(dataset.features["prompt"], ExactJson)
     check_conversations(conversations(dataset), f"`{name}`", stored)
 
@@ -226,8 +219,7 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
         return
     if not best.removeprefix("eval_").startswith(tuple(f"{name}_" for name in eval_dataset)):
         raise ValueError(
-            f"`metric_for_best_model={best!r}` is of none of the evaluation sets; name one of theirs, such as "
-            f"'eval_{next(iter(eval_dataset), 'NAME')}_reward'."
+            f"`metric_for_best_model={best!r}` is of none of the evaluation sets; begin it with 'eval_{next(iter(eval_dataset), 'NAME')}_'."
         )
 
 
@@ -258,8 +250,7 @@ def check_prompt_lengths(
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
         raise ValueError(
-            f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it, or begin it "
-            "with a token."
+            f"Prompt {place}, {str(prompts[place])[:60]!r}, has no tokens for a completion to follow; drop it."
         )
     check_token_ids(prompt_ids, config, prompts)
     _check_rotary_factors([len(ids) for ids in prompt_ids], config, max_completion_length)

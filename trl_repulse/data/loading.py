@@ -228,15 +228,12 @@ def _read_parquet(path: Path) -> Dataset:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"`{path}` cannot be read as parquet ({error}); fix the file, or its suffix.") from error
-    for name in table.column_names:
-        try:
-            Dataset(table.select([name]))
-        except ValueError as error:
-            raise ValueError(
-                f"The column `{name}` of `{path}` has a type that data sets do not have ({error}); write it as a struct or as "
-                "text, or remove it."
-            ) from error
-    return Dataset(table)
+    try:
+        return Dataset(table)
+    except ValueError as error:
+        raise ValueError(
+            f"`{path}` has a type that data sets do not have ({error}); write it as a struct or as text."
+        ) from error
 
 
 def _check_prompts(prompts: Iterable[Any], name: str, stored: bool = False) -> None:

@@ -24,7 +24,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.remote import RemoteReward
-from ..rewards.transformed import TransformedReward
 from ._generation import hash_folder, hash_model
 from .records import digest, hash_file, plain_json
 
@@ -62,9 +61,6 @@ def identify_reward(reward: Any) -> dict[str, Any]:
         return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
     if isinstance(reward, FunctionReward):
         return {"name": reward.function, "label_column": reward.label_column, "sha256": hash_file(reward.path)}
-    if isinstance(reward, TransformedReward):
-        names = ("transform", "alpha", "beta", "threshold")
-        return {name: getattr(reward, name) for name in names} | {"reward": identify_reward(reward.reward)}
     if (inner := getattr(reward, "scores_by", None)) is not None:  # of `evaluation.attacks`
         return {
             "name": type(reward).__name__,
@@ -74,8 +70,6 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):
-        if reward._module is None:  # a pickled reward has no weights
-            reward._load()
         rendering = reward._rendering
         # The rendered text stands for the variables of a chat template
         left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}
@@ -128,7 +122,7 @@ def _describe(value: Any, outermost: bool = False) -> Any:
     if isinstance(value, dict):
         named = {str(name): each for name, each in value.items() if not _IRRELEVANT_TO_SCORES.search(str(name))}
         return {name: _describe(each) for name, each in named.items()}
-    if isinstance(value, FunctionReward | ModelReward | RemoteReward | TransformedReward):
+    if isinstance(value, FunctionReward | ModelReward | RemoteReward):
         return identify_reward(value)
     if isinstance(value, partial):
         return [_describe(value.func, outermost), _describe(value.args), _describe(value.keywords)]

@@ -32,8 +32,7 @@ def check_fsdp(accelerator: Accelerator, module: nn.Module | AdapterView) -> Non
         )
     if not accelerator.is_fsdp2:
         raise ValueError(
-            "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` in the launcher's "
-            "configuration."
+            "A second model is not trained with the first version of FSDP; set `fsdp_version: 2` for the launcher."
         )
 
 

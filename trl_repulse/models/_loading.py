@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file, is_peft_available
 
-from ._model_checks import check_language_model, vocab_size
+from ._model_checks import check_forward_pass, check_language_model, vocab_size
 
 
 if TYPE_CHECKING:
@@ -80,14 +80,7 @@ def load_adapter(
     from peft.utils import ModulesToSaveWrapper
 
     config = PeftConfig.from_pretrained(name, revision=revision)
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"a {config.peft_type.value} adapter changes no layer of its base; give one that does, such as LoRA."
-        )
-    if getattr(config, "alora_invocation_tokens", None):
-        raise ValueError(
-            "an aLoRA adapter changes its base only behind certain tokens, which cannot be served; give one of plain LoRA."
-        )
+    check_forward_pass(config)
     if config.task_type not in (None, _TASKS.get(auto_class.__name__)):
         raise ValueError(
             f"the adapter is of another kind of model (`task_type={config.task_type}`); give one of this kind."

@@ -41,14 +41,10 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
             check_forward_pass(adapter)
     if is_encoder_decoder:
         raise ValueError(
-            f"{label} is an encoder-decoder, whose encoder reads the prompt; only models of one part are served: pass a causal "
-            "language model."
+            f"{label} is an encoder-decoder, whose encoder reads the prompt; pass a causal language model."
         )
     if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and not cls.can_generate():
-        raise ValueError(
-            f"{label} is a {cls.__name__}, which predicts no next token; pass a causal language model, as "
-            "`AutoModelForCausalLM` loads it."
-        )
+        raise ValueError(f"{label} is a {cls.__name__}, which predicts no next token; pass a causal language model.")
 
 
 def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
@@ -59,8 +55,7 @@ def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
     elif not adapter.is_prompt_learning and kind not in refused:
         return
     raise ValueError(
-        f"Adapters of the kind {kind} have a forward pass of their own, in which completions cannot be scored; use plain LoRA or "
-        "another adapter of layers."
+        f"Adapters of the kind {kind} have a forward pass of their own, in which completions cannot be scored; use plain LoRA."
     )
 
 
@@ -115,8 +110,7 @@ def check_separate(
                 break
     if shared is not None:
         raise ValueError(
-            f"{label} and {other_label} share weights (`{shared or type(model).__name__}`), so that training one changes the "
-            f"other; {remedy}"
+            f"{label} and {other_label} share weights (`{shared or type(model).__name__}`), which both would train; {remedy}"
         )
 
 
@@ -201,8 +195,7 @@ def check_causal(model: nn.Module, label: str) -> None:
         handle.remove()
     if not passes:
         raise ValueError(
-            f"{label} computes with the weights of another model: it is a copy of one that a trainer had patched. Copy a model "
-            "before it is passed to a trainer, or load it anew."
+            f"{label} computes with the weights of another model, which a trainer had patched before it was copied; load it anew."
         )
     if ahead:
         raise ValueError(
@@ -233,8 +226,7 @@ def check_vocabulary_size(model: PreTrainedModel, label: str, policy: PreTrained
     size, own = vocab_size(model), vocab_size(policy)
     if size != own:
         raise ValueError(
-            f"{label} has a vocabulary of {size} tokens and the policy one of {own}, but both read the same completions; pass a "
-            "model of the policy's family."
+            f"{label} has a vocabulary of {size} tokens and the policy one of {own}; pass a model of the policy's family."
         )
 
 

@@ -37,8 +37,7 @@ def last_question(prompt: str | Messages) -> str:
     questions = [message for message in prompt if message["role"] == "user"]
     if not questions:
         raise ValueError(
-            f"The prompt that begins {conversation_text(prompt)[:60]!r} has no message of the role 'user' to take the "
-            "question from; use `question='conversation'` or add one."
+            f"The prompt that begins {conversation_text(prompt)[:60]!r} has no message of the role 'user'; use `question='conversation'`."
         )
     return message_text(questions[-1])
 
@@ -69,10 +68,7 @@ def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -
     if label_column is None:
         return [""] * count
     if label_column not in columns:
-        raise ValueError(
-            f"The data set has no column `{label_column}` of labels; give it one, or change or leave out "
-            "`label_column`."
-        )
+        raise ValueError(f"The data set has no column `{label_column}` of labels; change or leave out `label_column`.")
     return columns[label_column]
 
 

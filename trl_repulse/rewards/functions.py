@@ -17,7 +17,7 @@ _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(qu
 
 
 class FunctionReward:
-    """A function in a Python file as a reward; made by [`load_reward_function`]. Unpickling loads the file again."""
+    """A function in a Python file as a reward; made by [`load_reward_function`]."""
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
         self.path = Path(path).expanduser().resolve()
@@ -29,19 +29,12 @@ class FunctionReward:
     def __name__(self) -> str:
         return self.function
 
-    def __repr__(self) -> str:
-        return f"FunctionReward({str(self.path)!r}, {self.function!r}, label_column={self.label_column!r})"
-
-    def __reduce__(self) -> tuple[type, tuple[Path, str, str | None]]:
-        return FunctionReward, (self.path, self.function, self.label_column)
-
     def _load(self) -> None:
         module = _run(self.path)
         if self.function not in vars(module):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(
-                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of "
-                "those."
+                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of those."
             )
         function = vars(module)[self.function]
         if not callable(function) or inspect.isclass(function):
@@ -66,8 +59,7 @@ class FunctionReward:
             fits = fits and ("completions" in self._names or self._takes_all)
         if not fits:
             raise ValueError(
-                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward "
-                f"function; write {_FORMS}."
+                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
             )
 
     def __call__(
@@ -114,7 +106,7 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
     - OpenRLHF's, `(queries, prompts, labels)`. A query is prompt and completion: text, or a list of messages.
 
     It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a
-    dictionary. The reward function can be pickled.
+    dictionary.
 
     Args:
         spec (`str`): File and function, `"path/to/file.py:function"`. The file is run.

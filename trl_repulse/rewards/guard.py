@@ -83,8 +83,7 @@ class GuardReward(ConversationReward):
                 )
         if not verdicts:
             raise ValueError(
-                f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}: every "
-                f"one of `leads={self.leads!r}` merges with it; choose others."
+                f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}; choose other `leads`."
             )
         return verdicts
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jinja2
 import torch
 from accelerate.state import PartialState, is_initialized
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel
 
 from ..configs._checks import check_choices, require, require_at_least
 from ..data._prompts import check_template_variables, dated, warn_of_template
@@ -31,8 +31,7 @@ class ModelReward(ABC):
     """
     Base of the rewards from a model in the Hugging Face format; not for use by itself.
 
-    The weights are loaded when the reward is built, and moved to the device on the first call. A pickled reward holds
-    only its arguments, and loads the model again on the next call.
+    The weights are loaded when the reward is built, and moved to the device on the first call.
 
     Args:
         model (`str`): Path or Hub id of the model and its tokenizer. For an adapter (PEFT) the base is loaded too.
@@ -48,7 +47,7 @@ class ModelReward(ABC):
         name (`str`, *optional*): Name in the metrics, `rewards/NAME/mean`. Defaults to the last part of `model`.
 
     Raises:
-        `ValueError`: If `batch_size`, `dtype` or `device` is invalid, or the checkpoint lacks weights; when called, if
+        `ValueError`: If `batch_size` or `dtype` is invalid, or the checkpoint lacks weights; when called, if
             a reward is not finite.
     """
 
@@ -66,23 +65,17 @@ class ModelReward(ABC):
 
     def __post_init__(self):
         self.model = str(self.model)
-        self._module: PreTrainedModel | None = None
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self._rendering: dict[str, str] = {}  # what a chat template with a date writes
         check_choices(self)
         require_at_least(self, 1, "batch_size")
         kind = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         known = self.dtype in ("auto", None) or isinstance(kind, torch.dtype)  # transformers has no clear message
         require(self, known, "dtype", "is none of torch's; give 'auto', or one such as 'bfloat16'")
-        _check_device(self.device)
         self._load()
 
     @property
     def __name__(self) -> str:
         return self.name or Path(self.model).name
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_module": None, "_tokenizer": None}
 
     def _load(self) -> None:
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
@@ -110,8 +103,6 @@ class ModelReward(ABC):
     ) -> list[float]:
         """Rewards of completions, as TRL calls a reward function. Raises `ValueError` if the model cannot read a text, or
         a reward is not finite."""
-        if self._module is None:
-            self._load()
         self._module.to(self._resolve_device())
         pairs = list(zip(prompts, completions, strict=True))
         rows = [self._encode(prompt, completion) for prompt, completion in pairs]
@@ -206,8 +197,7 @@ class ConversationReward(ModelReward):
         )
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads "
-                "plain text (`SequencePairReward`, `ToxicityReward`)."
+                f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads plain text."
             )
         failures = []
         for self._parts in (False, True):
@@ -224,8 +214,7 @@ class ConversationReward(ModelReward):
         if failures:
             raise failures[0]
         raise ValueError(
-            f"The chat template of `{self.model}` leaves out what the assistant said: it is not made for judging "
-            "answers. Save another with the tokenizer."
+            f"The chat template of `{self.model}` leaves out what the assistant said; save one for judging answers."
         )
 
     def _messages(self, prompt: str | Messages, completion: str | Messages) -> Messages:
@@ -254,17 +243,3 @@ class ConversationReward(ModelReward):
                 f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
                 f"{whole_text(prompt, completion)[:60]!r}."
             )
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    """Refuses a missing device when the reward is built, and not at the first batch."""
-    try:
-        chosen = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ValueError(f"`device={device!r}` is no device of torch; give one such as 'cpu' or 'cuda:1'.") from error
-    if chosen.type in ("cpu", "meta"):
-        return
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if accelerator is not None and accelerator.type == chosen.type else 0
-    if (chosen.index or 0) >= count:
-        raise ValueError(f"`device={device!r}` is not there: torch sees {count} devices of this kind; give another.")

@@ -1,16 +1,13 @@
 """Rewards from a server, over HTTP."""
 
-import asyncio
-import html
 import json
-import logging
 import os
 import re
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from huggingface_hub.utils import httpx
 
@@ -19,51 +16,24 @@ from ._texts import Messages, as_queries, pick_labels
 
 _LARGEST = 3.4e38  # TRL keeps rewards in single precision
 _TRY_AGAIN = (408, 425, 429)  # 4xx statuses that are worth a retry
-_MOST_BYTES = 2**24  # of an answer
-_THREAD = "trl-repulse requests"
 
 
-def _not_of_a_reward(record: logging.LogRecord) -> bool:
-    return not threading.current_thread().name.startswith(_THREAD)
-
-
-# The HTTP library logs addresses with their queries, and the headers of answers, which may repeat them
-for _name in (httpx.__name__, httpx.__name__.replace("httpx", "httpcore") + ".http11"):
-    logging.getLogger(_name).addFilter(_not_of_a_reward)
-
-
-@dataclass(frozen=True)
-class Address:
-    """A server's address, whose user info and query are kept out of messages and logs."""
-
-    shown: str  # scheme, host, port and path
-    url: str = field(repr=False)  # with the query
-    auth: tuple[str, str] | None = field(repr=False)  # user and password
-    secrets: frozenset[str] = field(repr=False)  # what a server may repeat in an answer but nobody else may read
-
-
-def parse_address(url: str) -> Address:
-    """Parses a server's address. Raises `ValueError`, without secrets in the message, if it is not valid."""
+def check_url(url: str) -> str:
+    """A server's address, without white space around it. Raises a `ValueError`, which shows no key, if it is none or may hold one."""
     url = url.strip()
+    if re.search("[@?#]", url):
+        raise ValueError(
+            "`url` has a user, a query or a fragment, which would be written into results with it; put a bearer token into an "
+            "environment variable, and name that in `token_variable`."
+        )
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        port = "" if parts.port is None else f":{parts.port}"
     except ValueError:  # an invalid port
-        valid, port = False, ""
-    if not valid or not (parts.path + parts.query).isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
-        # An address that cannot be parsed may hold a secret anywhere
-        given = repr(url) if not re.search("[@?#]", url) else "another (not shown: it may hold a key)"
-        raise ValueError(f"`url` must be like 'http://host:port/path', got {given}.")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    user = None
-    if parts.username is not None:
-        user = unquote(parts.username), unquote(parts.password or "")
-    said = {parts.username, parts.password, parts.query, *(user or ())}
-    said |= {value for _, value in parse_qsl(parts.query)}
-    shown = f"{parts.scheme}://{host}{port}{parts.path or '/'}"
-    url = shown + (f"?{parts.query}" if parts.query else "")
-    return Address(shown, url, user, frozenset(value for value in said if value))
+        valid = False
+    if not valid or not parts.path.isascii() or re.search(r"[\s\x00-\x1f\x7f]", url):
+        raise ValueError(f"`url` must be like 'http://host:port/path', got {url!r}.")
+    return url
 
 
 @dataclass(eq=False, repr=False)
@@ -77,10 +47,9 @@ class RemoteReward:
 
     Args:
         url (`str` or `list[str]`):
-            Address of the server, `http` or `https`. Several servers take turns and work in parallel. User info and
-            query are sent, but appear in no message, log or file.
+            Address of the server, `http` or `https`, without a user or a query. Several servers take turns and work in parallel.
         batch_size (`int`, *optional*, defaults to `64`): Completions of one request.
-        timeout (`float`, *optional*, defaults to `60.0`): Seconds in which the whole answer must arrive.
+        timeout (`float`, *optional*, defaults to `60.0`): Seconds to wait for a connection, and for the answer.
         retries (`int`, *optional*, defaults to `3`):
             How often a failed request is repeated, at the next server if there are several. Failures are unreachable
             servers and statuses 5xx, 408, 425 and 429; other answers raise an error at once.
@@ -109,26 +78,19 @@ class RemoteReward:
     token_variable: str | None = None
 
     def __post_init__(self):
-        self._addresses = [parse_address(url) for url in ([self.url] if isinstance(self.url, str) else self.url)]
+        self.urls = [check_url(url) for url in ([self.url] if isinstance(self.url, str) else self.url)]
         self._sent = 0  # number of requests, which decides the next server
-        if not self._addresses:
+        if not self.urls:
             raise ValueError("`url` is empty; give the address of at least one server.")
         for option, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
             if getattr(self, option) < least:
                 raise ValueError(f"`{option}` must be at least {least}, got {getattr(self, option)}.")
         if self.timeout <= 0:
             raise ValueError(f"`timeout` must be positive, got {self.timeout}.")
-        if self.token_variable is not None and any(address.auth for address in self._addresses):
-            raise ValueError("`url` has user info and `token_variable` is set; a request takes one of them.")
         read_token(self.token_variable)
 
-    @property
-    def shown_urls(self) -> list[str]:
-        """The addresses without user info and query, for messages and results."""
-        return [address.shown for address in self._addresses]
-
     def __repr__(self) -> str:
-        return f"RemoteReward({self.shown_urls}, name={self.name!r})"
+        return f"RemoteReward({self.urls}, name={self.name!r})"
 
     @property
     def __name__(self) -> str:
@@ -151,76 +113,46 @@ class RemoteReward:
             {key: values[start : start + self.batch_size] for key, values in columns.items()}
             for start in range(0, len(prompts), self.batch_size)
         ]
-        # In a thread of its own, since this one may run an event loop, as in a notebook
-        with ThreadPoolExecutor(1, _THREAD) as pool:
-            return pool.submit(asyncio.run, self._ask(payloads, read_token(self.token_variable))).result()
-
-    async def _ask(self, payloads: list[dict[str, list[Any]]], token: str | None) -> list[float]:
-        """Rewards of all requests, of which as many are under way as there are servers."""
-        free = asyncio.Semaphore(len(self._addresses))
+        token = read_token(self.token_variable)
+        headers = {"Content-Type": "application/json"} | (
+            {} if token is None else {"Authorization": f"Bearer {token}"}
+        )
         turns = range(self._sent, self._sent + len(payloads))
         self._sent += len(payloads)
-        async with httpx.AsyncClient(timeout=None) as client:
-            asked = [self._request(client, free, *request, token) for request in zip(payloads, turns, strict=True)]
-            return [reward for rewards in await asyncio.gather(*asked) for reward in rewards]
+        # As many requests are under way as there are servers
+        with httpx.Client(timeout=self.timeout, headers=headers) as client, ThreadPoolExecutor(len(self.urls)) as pool:
+            answers = pool.map(lambda payload, turn: self._request(client, payload, turn, token), payloads, turns)
+            return [reward for rewards in answers for reward in rewards]
 
-    async def _request(
-        self,
-        client: httpx.AsyncClient,
-        free: asyncio.Semaphore,
-        payload: dict[str, list[Any]],
-        turn: int,
-        token: str | None,
+    def _request(
+        self, client: httpx.Client, payload: dict[str, list[Any]], turn: int, token: str | None
     ) -> list[float]:
         """Rewards of one request, sent to the server whose turn it is and, after failures, to the next ones."""
-        body, failures = json.dumps(payload).encode(), {}
-        async with free:
-            for attempt in range(self.retries + 1):
-                if attempt:
-                    await asyncio.sleep(self.backoff * 2 ** (attempt - 1))
-                address = self._addresses[(turn + attempt) % len(self._addresses)]
-                secrets = address.secrets | ({token} if token else set())
-                status, answer = await self._post(client, address, body, token)
-                if status is not None and 200 <= status < 300:
-                    return _read_rewards(answer, len(payload["query"]), address.shown, secrets)
-                said = _hide(answer.decode(errors="replace"), secrets)
-                if status is not None:
-                    said = f"status {status}, {said[:200]!r}"
-                    if status < 500 and status not in _TRY_AGAIN:
-                        more = "; redirects are not followed" if status < 400 else ""
-                        raise ValueError(f"The reward server {address.shown} refused a request: {said}{more}.")
-                failures[address.shown] = said
+        failures = {}
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.backoff * 2 ** (attempt - 1))
+            url = self.urls[(turn + attempt) % len(self.urls)]
+            try:
+                answer = client.post(url, content=json.dumps(payload))
+            except (
+                httpx.HTTPError,
+                OSError,
+            ) as error:  # which holds the request with its token, and is no cause of ours
+                failures[url] = "timed out" if isinstance(error, httpx.TimeoutException) else str(error) or repr(error)
+                continue
+            if answer.is_success:
+                return _read_rewards(answer.content, len(payload["query"]), url, token)
+            said = f"status {answer.status_code}, {_hide(answer.text, token)[:200]!r}"
+            if answer.status_code < 500 and answer.status_code not in _TRY_AGAIN:
+                more = "; redirects are not followed" if answer.is_redirect else ""
+                raise ValueError(f"The reward server {url} refused a request: {said}{more}.")
+            failures[url] = said
         raise ConnectionError(
             f"{self.retries + 1} requests for rewards failed: "
             + "; ".join(f"{url} ({said})" for url, said in failures.items())
             + ". See whether the server runs, or raise `timeout` or `retries`."
         )
-
-    async def _post(
-        self, client: httpx.AsyncClient, address: Address, body: bytes, token: str | None
-    ) -> tuple[int | None, bytes]:
-        """Status and answer of one request, or `None` and what went wrong. No error of the HTTP library leaves this
-        method, not even as a cause: it holds the request and its headers."""
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {token}"
-        options = {"content": body, "headers": headers, "auth": address.auth}
-        status, answer = None, bytearray()
-        try:
-            # httpx limits each read, which a server sending single bytes would never exceed
-            async with asyncio.timeout(self.timeout), client.stream("POST", address.url, **options) as response:
-                status = response.status_code
-                async for chunk in response.aiter_bytes():
-                    answer += chunk
-                    if len(answer) > _MOST_BYTES:
-                        return status, bytes(answer[:_MOST_BYTES])
-        except TimeoutError:
-            return None, b"timed out"
-        except (httpx.HTTPError, OSError) as error:
-            if status is None or 200 <= status < 300:
-                return None, _reason(error).encode()
-            return status, f"broken off ({type(error).__name__})".encode()
-        return status, bytes(answer)
 
 
 def read_token(variable: str | None) -> str | None:
@@ -238,27 +170,15 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def _reason(error: BaseException | None) -> str:
-    """What went wrong, in the operating system's words if it has any."""
-    said = str(error) or type(error).__name__
-    while error is not None:
-        if isinstance(error, BaseExceptionGroup):  # one error for each address of a host
-            error = error.exceptions[0]
-        if isinstance(error, OSError) and error.errno:
-            said = os.strerror(error.errno) if isinstance(error, ConnectionError) else str(error)
-        error = error.__cause__ or error.__context__
-    return said
-
-
-def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) -> list[float]:
-    """The rewards in an answer. Raises `ValueError`, without secrets, if they are not `count` finite numbers."""
+def _read_rewards(body: bytes, count: int, url: str, token: str | None) -> list[float]:
+    """The rewards in an answer. Raises `ValueError`, without the token, if they are not `count` finite numbers."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
         answer = None
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
-        said = _hide(body.decode(errors="replace"), secrets)[:100]
+        said = _hide(body.decode(errors="replace"), token)[:100]
         wrong = ", which is not JSON" if answer is None else ' instead of {"rewards": [...]}'
         raise ValueError(f"The reward server {url} answered {said!r}{wrong}.")
     if len(rewards) != count:
@@ -266,15 +186,12 @@ def _read_rewards(body: bytes, count: int, url: str, secrets: frozenset[str]) ->
     for i, reward in enumerate(rewards):
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= _LARGEST:
             raise ValueError(
-                f"The reward server {url} answered {_hide(repr(reward), secrets):.60} for completion {i} of {count}; a "
+                f"The reward server {url} answered {_hide(repr(reward), token):.60} for completion {i} of {count}; a "
                 "reward must be a finite number."
             )
     return [float(reward) for reward in rewards]
 
 
-def _hide(text: str, secrets: frozenset[str]) -> str:
-    """Replaces secrets in a text by `***`, also if they are URL- or HTML-encoded."""
-    written = {way(secret) for secret in secrets for way in (str, quote, html.escape, lambda s: quote(s, safe=""))}
-    for secret in sorted(written, key=len, reverse=True):  # longest first: one may contain another
-        text = text.replace(secret, "***")
-    return text
+def _hide(text: str, token: str | None) -> str:
+    """A server's words without the bearer token, which it may repeat."""
+    return text.replace(token, "***") if token else text
