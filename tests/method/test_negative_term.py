@@ -75,6 +75,19 @@ def test_the_contract(make, term, trainer_cls, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
+def test_good_samples_of_the_policy_are_not_pushed_down(make, settings):
+    """With the indicator's ε alone, all samples of a prompt without a bad one would have the same weight."""
+    threshold = TERMS["hot policy"]["bad_reward_threshold"]
+    own = {"proposal": "policy", "potential": "indicator", "bad_reward_threshold": threshold}
+    trainer = make(RePULSeTrainer, **own, **settings, max_steps=3)
+    seen = record_weights(trainer._negative)
+    trainer.train()
+    bad = torch.cat([(units.own.rewards < threshold).flatten() for units, *_ in seen])
+    pushed = torch.cat([(weights.own < 0).flatten() for *_, weights in seen])
+    assert 0 < bad.sum() < len(bad) and torch.equal(pushed, bad)
+
+
+@pytest.mark.parametrize("settings", [{}, CUT], ids=["whole", "cut"])
 def test_a_term_needs_weigh_alone(make, settings):
     class WeighsAlone(ExtraSamplesTerm):
         weigh = WorstAgain.weigh

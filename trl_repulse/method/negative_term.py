@@ -26,6 +26,7 @@ from ..math.objective import (
     class_log_potential,
     geometric_schedule,
     indicator_log_potential,
+    is_below,
     negative_coefficients,
     negative_reinforce_coefficients,
     tilted_log_potential,
@@ -191,6 +192,10 @@ class NegativeTerm:
         """
         log_potential = self.services.by_prompt(self.log_potential(units.own.rewards), shape.generations)  # (P, N)
         log_w = torch.where(log_potential.isnan(), -torch.inf, log_potential)
+        if self.args.potential == "indicator":  # where nothing is bad, ε would push all samples of a prompt down alike
+            assert self.bad_reward_threshold is not None
+            is_bad = is_below(units.own.rewards, self.bad_reward_threshold)
+            log_w = log_w.masked_fill(~self.services.by_prompt(is_bad, shape.generations), -torch.inf)
         returns = None
         if self.args.negative_loss == "reinforce":
             assert units.returns is not None
