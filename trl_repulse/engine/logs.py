@@ -25,8 +25,9 @@ from transformers import is_trackio_available, is_wandb_available
 from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
+from .._trl import print_prompt_completions_sample
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
-from .trl_bridge import logged_apart, print_prompt_completions_sample
+from .trl_bridge import logged_apart
 
 
 logger = get_logger(__name__)

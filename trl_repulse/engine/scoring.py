@@ -1,7 +1,7 @@
 """Log-probabilities of completions under models, at the positions they were generated at.
 
 Axis letters: U units of a prompt, n completions of a set in a unit, C = Σn of all sets, T completion tokens, R rows of a pass with
-k completions each. It stands on TRL's fused head; other dependencies on TRL are in `engine/trl_bridge.py`.
+k completions each. It stands on TRL's fused head; other dependencies on TRL are in `_trl.py`.
 """
 
 import itertools
@@ -16,13 +16,18 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .._trl import (
+    MoeModelOutputWithPast,
+    add_fused_lm_head,
+    create_masks_for_generate,
+    disable_gradient_checkpointing,
+    split_tensor_dict,
+)
 from ..generation._probe import Guard
 from ..generation.drawing import Sampler, without_padding
 from ..models._adapters import takes
-from .trl_bridge import add_fused_lm_head, disable_gradient_checkpointing, scored_in_small_tiles, split_tensor_dict
+from .trl_bridge import scored_in_small_tiles
 from .units import OWN, CompletionSet, Shape, Units
 
 

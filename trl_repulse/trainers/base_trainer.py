@@ -20,10 +20,15 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from .._trl import (
+    PREFIX_CHECKPOINT_DIR,
+    TRAINING_ARGS_NAME,
+    check_scoring_on_cpu,
+    require_hooks,
+    warn_of_newer_trl,
+)
 from ..configs import NegativeTermConfig
 from ..configs._checks import check_uploads
 from ..data._checks import (
@@ -91,10 +96,7 @@ from ..engine.second_model import (
 )
 from ..engine.serving import engine_of, serve_proposal, take_engine
 from ..engine.trl_bridge import (
-    check_scoring_on_cpu,
     disable_dropout,
-    get_config_model_id,
-    require_pinned,
     use_reference,
     withheld_from_uploads,
     without_kl,
@@ -238,11 +240,12 @@ class BaseTrainer(GRPOTrainer):
         *,
         second: SecondModelArguments | None = None,
     ):
-        require_pinned()
+        require_hooks()
         second = self._second_arguments = second or SecondModelArguments()
         self.second_models: dict[str, SecondModel] = {}  # by folder
         check_arguments(self._config_cls, args, model=model, **second.models())
         args = self._configuration(model, args)
+        warn_of_newer_trl()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         connect(args)
         check_output_dir(args)
@@ -308,7 +311,7 @@ class BaseTrainer(GRPOTrainer):
         """A trainer's configuration, a copy if its learning rate is still to be set; if none is given, with an `output_dir` for its model."""
         if args is not None:
             return copy.copy(args) if args.learning_rate is None else args
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        name = model if isinstance(model, str) else model.config.name_or_path
         return cls._config_cls(f"{Path(name).name}-{cls._name}")
 
     def _check_turns(self, args: Any, **given: Any) -> None:

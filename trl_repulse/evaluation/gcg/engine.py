@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from scipy.stats import spearmanr
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...generation.drawing import with_cache
 from ...models._adapters import in_mode
