@@ -1,5 +1,6 @@
 """Each file of `accelerate_configs` starts an example, and each training example starts with one, as a user would: on the CPU, in processes of their own."""
 
+import ast
 import json
 
 import pytest
@@ -35,6 +36,13 @@ def test_every_file_and_every_training_example_is_started():
     assert {path.stem for path in CONFIGS.iterdir()} == set(EXAMPLES)
     scripts = {path.stem for path in (ROOT / "examples").glob("*.py") if '\n    train("' in path.read_text()}
     assert scripts == {script for script, _ in EXAMPLES.values()}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_each_example_states_model_memory_and_time(path):
+    """Measured, or that it was not."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).partition("Hardware: ")[2]
+    assert "24 GB, of 80 GB: " in text and ("not measured" in text or " minutes" in text)
 
 
 @pytest.mark.thorough
