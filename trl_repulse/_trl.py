@@ -89,13 +89,15 @@ HOOKS = {
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     # Built with names where that head does not fit a model: `log_probs`, `entropy` and `aux_loss` are read.
     "trl.trainer.utils:FusedCausalLMOutput": "loss log_probs entropy",
-    # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint, beside the first.
+    # Overridden around `super()`: the second model is prepared, and loaded from a checkpoint or as the best, beside the first.
+    "transformers:Trainer._load_best_model": "self",
     "transformers:Trainer._prepare_for_training": "self max_steps train_dataloader resume_from_checkpoint",
     # Called for the second model. Overridden around `super()`: it takes a second model's folder for one more adapter of the policy.
     "transformers:Trainer._load_from_checkpoint": "self resume_from_checkpoint model",
     # Overridden around `super()`: it takes tied weights, which are stored once, for missing ones.
     "transformers:Trainer._issue_warnings_after_load": "self load_result",
-    # Overridden around `super()`: the second model is written before the checkpoint can be taken for complete.
+    # Overridden around `super()`: the second model is written before the checkpoint, in that folder, can be taken for complete.
+    "transformers:Trainer._get_output_dir": "self trial",
     "transformers:Trainer._save_checkpoint": "self model trial",
     "transformers:Trainer.save_model": "self output_dir _internal_call",
     # Replaced on a base model with two adapters: whatever turns checkpointing on ends here.
@@ -104,24 +106,17 @@ HOOKS = {
     "transformers:Trainer.create_accelerator_and_postprocess": "self",
     # Overridden around `super()`: the loss becomes the mean over all processes.
     "transformers:Trainer.prediction_step": "self model inputs prediction_loss_only ignore_keys",
-    # Overridden around `super()`: metrics are pooled over the batches of one evaluation.
+    # Overridden around `super()`: metrics are pooled over the batches of one evaluation; TRL takes the mean over batches.
     "transformers:Trainer.evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
-    # Overridden around `super()`: TRL takes the mean over batches of the values it finds.
     "trl:GRPOTrainer.log": "self logs start_time",
-    # Overridden around `super()`: the second model goes where the policy goes.
-    "transformers:Trainer._load_best_model": "self",
-    # Called: the folder that checkpoints are written to.
-    "transformers:Trainer._get_output_dir": "self trial",
     # Overridden around `super()`: an epoch's order follows from the state. `shuffle`, `seed`, `generator`, `num_samples` of a sampler are read.
     "trl.trainer.utils:RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
     "trl:GRPOTrainer._get_train_sampler": "self dataset",
     # Replaced around uploads that leave files out. Way out: an `ignore_patterns` argument of `Trainer.push_to_hub`.
     "transformers.trainer:hf_api": "",
-    # Overridden around `super()` to keep the proposal out of every upload.
+    # Overridden around `super()`: the proposal stays out of every upload; its own repository is made or refused as training is set up, and pushed.
     "transformers:Trainer._push_from_checkpoint": "self checkpoint_folder",
-    # Overridden around `super()`, called as training is set up: the proposal's repository is made or refused.
     "transformers:Trainer.init_hf_repo": "self token private",
-    # Overridden around `super()`, called by `save_model` too: the proposal goes to its own repository.
     "transformers:Trainer.push_to_hub": "self commit_message blocking token revision private",
     # Overridden around `super()`: the card that was written is amended.
     "trl:GRPOTrainer.create_model_card": "self model_name dataset_name tags",
@@ -154,16 +149,15 @@ def hook_changes() -> list[str]:
 
 
 def require_hooks() -> None:
-    """Raises a `RuntimeError` with a TRL or transformers in which anything of [`HOOKS`] has moved."""
+    """
+    Raises a `RuntimeError` with a TRL or transformers in which anything of [`HOOKS`] has moved. Warns once, on the main process, of a TRL
+    newer than those tested. Accelerate's state must be initialized, as by a configuration.
+    """
     changes = hook_changes()
     if changes:
         raise RuntimeError(
             f"Methods that trl-repulse builds on have changed: {'; '.join(changes)}. {_ADVICE} Look for patches of TRL and transformers."
         )
-
-
-def warn_of_newer_trl() -> None:
-    """Warns once, on the main process, of a TRL newer than those tested; [`require_hooks`] has found all that is built on."""
     installed = version("trl")
     if Version(installed).release[:2] > Version(TESTED[1]).release:
         logger.warning_once(

@@ -135,7 +135,7 @@ def test_a_newer_trl_is_told_of_once(monkeypatch, installed, warns):
     type(_trl.logger).warning_once.cache_clear()
     build_accelerator()
     for _ in range(2):
-        _trl.warn_of_newer_trl()
+        _trl.require_hooks()
     assert len(said) == warns
     assert not warns or (
         installed in said[0] and "newer than 1.16, the newest that trl-repulse was tested with" in said[0]

@@ -1,7 +1,4 @@
-"""What trainers and commands do with names of TRL and transformers that these do not promise to keep, which are in `_trl.py`.
-
-Each entry has the version, the reason, and a way out.
-"""
+"""What trainers and commands do with the names in `_trl.py`: each entry has the version, the reason, and a way out."""
 
 import contextlib
 import copy
@@ -22,10 +19,9 @@ from ..models._deepspeed import gathered
 
 def unwrapped_for_generation(trainer: Any) -> Any:
     """A context with a trainer's policy, whole and ready for `generate`. TRL 1.15 takes no `gradient_checkpointing_kwargs`."""
-    args = trainer.args
-    options = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+    options = {"gather_deepspeed3_params": trainer.args.ds3_gather_for_generation}
     if "gradient_checkpointing_kwargs" in inspect.signature(unwrap_model_for_generation).parameters:
-        options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+        options["gradient_checkpointing_kwargs"] = trainer.args.gradient_checkpointing_kwargs
     return unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options)
 
 
@@ -34,8 +30,7 @@ def use_reference(model: Any) -> Iterator[None]:
     """
     Makes a PEFT model, unwrapped, the reference: TRL's frozen adapter `ref` if there is one, else the base model.
 
-    TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the
-    reference.
+    TRL (1.16) adds `ref` to a PEFT model passed as it is. Way out: a method of TRL's trainer that scores with the reference.
     """
     with trainable_kept(model), use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
         yield

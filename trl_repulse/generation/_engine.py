@@ -30,13 +30,8 @@ _Weights: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # What vLLM says when an engine does not fit, in one case or another.
 _TOO_LARGE = (
-    "available memory",
-    "free memory",
-    "enough memory",
-    "out of memory",
-    "memory utilization",
-    "kv cache",
-    "cache blocks",
+    *("available memory", "free memory", "enough memory", "out of memory", "memory utilization"),
+    *("kv cache", "cache blocks"),
 )
 # Kinds of LoRA that vLLM has no words for: fields of `peft.LoraConfig`, where this version of PEFT has them
 _NOT_SERVED = (

@@ -22,13 +22,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
 
-from .._trl import (
-    PREFIX_CHECKPOINT_DIR,
-    TRAINING_ARGS_NAME,
-    check_scoring_on_cpu,
-    require_hooks,
-    warn_of_newer_trl,
-)
+from .. import _trl
 from ..configs import NegativeTermConfig
 from ..configs._checks import check_uploads
 from ..data._checks import (
@@ -201,7 +195,7 @@ class BaseTrainer(GRPOTrainer):
     _withheld: tuple[str, ...] = tuple(
         prefix + name
         for name in (
-            *(NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
+            *(NEGATIVES, EARLIER_NEGATIVES, _trl.TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
             *(f"{PROPOSAL_FOLDER}/*", f"{VALUE_FOLDER}/*"),
         )
         for prefix in ("", "*/")
@@ -240,12 +234,11 @@ class BaseTrainer(GRPOTrainer):
         *,
         second: SecondModelArguments | None = None,
     ):
-        require_hooks()
         second = self._second_arguments = second or SecondModelArguments()
         self.second_models: dict[str, SecondModel] = {}  # by folder
         check_arguments(self._config_cls, args, model=model, **second.models())
         args = self._configuration(model, args)
-        warn_of_newer_trl()
+        _trl.require_hooks()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         connect(args)
         check_output_dir(args)
@@ -373,7 +366,7 @@ class BaseTrainer(GRPOTrainer):
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
         if self._leaves_passes_to_trl:
-            check_scoring_on_cpu()
+            _trl.check_scoring_on_cpu()
             self._guard = Guard(share_prompts=False, repeat_cache=False)
             return
         for scored in (self.model, self.ref_model):
@@ -808,7 +801,7 @@ class BaseTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
-        checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial)) / f"{_trl.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
         proposal = self.proposal
         with proposal.module.frozen() if isinstance(proposal, SecondAdapter) else contextlib.nullcontext():
