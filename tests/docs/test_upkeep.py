@@ -51,6 +51,10 @@ def test_public_names_and_parameters():
 def test_pages_for_contributors_are_short():
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 80
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 50
+    named = re.findall(
+        r"\]\(([^):]+)\)|`((?:trl_repulse|tests|docs|examples)/[\w./]+)`", (ROOT / "AGENTS.md").read_text()
+    )
+    assert len(named) > 8 and not [name for pair in named for name in pair if name and not (ROOT / name).exists()]
     template = (ROOT / ".github/PULL_REQUEST_TEMPLATE.md").read_text()
     assert "## Evidence" in template and "docs/api_names.py" in template
 
