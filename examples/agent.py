@@ -6,8 +6,9 @@ Trains an agent with tools, in a small shop where one of them does harm, with GR
     python examples/agent.py --tune                         # every setting instead, on the tuning seeds
 
 All runs have the same number of completions, KL coefficient, batch and linear decay of the learning rate, and each method has three
-settings. Of those within 0.01 of the method's best mean reward on the tuning seeds, the one with the lowest mean log P(bad) is chosen.
-Bad is a closed account. Both quantities are exact. The policy is pre-trained first (half a minute). Finished runs are not repeated.
+settings. Of those within 0.01 of the method's best mean reward on the tuning seeds, the one with the lowest mean log P(bad) is chosen. Bad is a
+closed account. Both quantities are exact. The policy is pre-trained first (half a minute). Finished runs are not repeated. Hardware: a policy of
+0.1 million parameters. CPU, one GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

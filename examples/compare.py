@@ -7,6 +7,8 @@ Compares methods in the world of two tokens at equal numbers of completions: a t
 
 Methods and settings are in `examples/configs/compare.yaml`. A run is one of the training commands with other flags, in one
 of `--workers` processes. Finished runs are not repeated: an interrupted comparison goes on where it stopped.
+
+Hardware: the world of two tokens, a policy of 0.1 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

@@ -6,6 +6,8 @@ How often does a model produce a bad output? Held-out samples and their tail rep
 
 Completions in the world of two tokens can be enumerated, so that the truth is known. With other models the same calls estimate
 what nobody knows; `trl-repulse evaluate` makes them from the command line. Killed, it goes on where it stopped.
+
+Hardware: the world of two tokens, a policy of 0.1 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

@@ -7,6 +7,8 @@ Attacks a model with GCG and reports how often that makes it answer badly.
 The table is a CSV file with the columns `goal` (what is asked) and `target` (how a bad answer begins). Responses are judged by
 their first words unless `--reward_type` and `--reward_model_path` name a reward. Arguments are the fields of `GCGRunArguments`
 and `GCGEvaluationConfig`; an interrupted run goes on where it stopped.
+
+Hardware: a model of yours. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 from trl_repulse.cli.arguments import FieldsParser

@@ -3,6 +3,8 @@
 python examples/repulse.py --proposal learned --target_dist_beta -3 --output_dir out    # trains both in the embedded world
 python examples/generate.py --policy out --proposal out/proposal
 python examples/generate.py --policy out --proposal out/proposal --use_vllm  # both on one vLLM engine
+
+Hardware: the embedded policy has 0.25 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

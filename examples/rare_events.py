@@ -6,6 +6,8 @@ How often does a trained policy produce a bad output? Importance sampling with i
 
 Completions in the world of two tokens can be enumerated, so that P(bad), CVaR and log Z are known. With other models the same calls
 estimate what nobody knows; `trl-repulse rare-events` makes them from the command line.
+
+Hardware: the world of two tokens, a policy of 0.1 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

@@ -9,6 +9,8 @@ Trains a policy with REINFORCE as the RePULSe paper runs it, with or without a r
 
 `trl-repulse reinforce` does the same without a checkout, but for exact values. Without `--model_name_or_path` and `--config`, the settings are those
 of `trl_repulse/embedded/settings/reinforce.yaml`. Flags win.
+
+Hardware: the embedded policy has 0.25 million parameters. CPU: 1.0 GB, 2.3 minutes of one core. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 from worlds.exact_tracking import train

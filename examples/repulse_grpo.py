@@ -9,6 +9,8 @@ Trains a policy with GRPO and RePULSe's negative term, and says what became of i
 
 `trl-repulse repulse-grpo` does the same without a checkout, but for exact values. Without `--model_name_or_path` and `--config`, the settings are those
 of `trl_repulse/embedded/settings/repulse-grpo.yaml`. Flags win.
+
+Hardware: the embedded policy has 0.25 million parameters. CPU: not measured, as many completions as repulse.py. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 from worlds.exact_tracking import train

@@ -8,6 +8,8 @@ From data to a policy with measured tails: SFT, reward model, RePULSe, merge, re
 
 A step is a command of TRL or of trl-repulse with the YAML file of its name. Paths in these files start in the output folder. A
 step without a file is left out. If you start the script again, it continues where it stopped.
+
+Hardware: a small world's policy, which step 0 makes. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

@@ -7,6 +7,8 @@ Iterative DPO: sample, pair good and bad completions of a prompt, train on the p
 
 The reference is the first model, in every round. `output_dir` then has the samples of each round and of the trained model
 (`samples-0` and so on), and the model (`model`).
+
+Hardware: the embedded policy has 0.25 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 
 import argparse

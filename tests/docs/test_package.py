@@ -26,7 +26,7 @@ EXTRAS = {
     *("peft", "deepspeed", "vllm", "flash-attn", "quantization", "wandb", "trackio"),
     *("test", "quality", "docs", "dev"),
 }
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 1_200_000
 
 
 @pytest.fixture(scope="module")

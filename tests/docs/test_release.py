@@ -86,11 +86,14 @@ def test_the_script_for_uv_names_its_dependencies(monkeypatch, capsys):
 
 
 @pytest.mark.trainer
-def test_the_script_for_uv_trains_an_adapter(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--load_in_4bit"]], ids=["LoRA", "QLoRA"])
+def test_the_script_for_uv_trains_an_adapter(tmp_path, monkeypatch, flags):
     from trl_repulse import embedded
 
+    if flags:
+        pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)
-    flags = ["--model", embedded.policy_path(), "--reward", embedded.reward_model_path(), "--use_cpu"]
+    flags = ["--model", embedded.policy_path(), "--reward", embedded.reward_model_path(), "--use_cpu", *flags]
     flags += [
         "--prompts",
         embedded.prompts_path(),

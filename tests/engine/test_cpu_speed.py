@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_repulse import ReinforceTrainer
-from trl_repulse.engine import trl_bridge
-from trl_repulse.engine.trl_bridge import add_fused_lm_head, scored_in_small_tiles
+from trl_repulse._trl import add_fused_lm_head, trl_utils
+from trl_repulse.engine.trl_bridge import scored_in_small_tiles
 
 from ..conftest import build_model
 
@@ -55,12 +55,12 @@ def test_tiles_change_nothing_but_rounding(monkeypatch):
     model = build_model("llama", 5000)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     ids = torch.randint(5000, (4, 12), generator=torch.Generator().manual_seed(0))
-    sizes, apply = [], trl_bridge.trl_utils._ChunkedLogProbFunction.apply
+    sizes, apply = [], trl_utils._ChunkedLogProbFunction.apply
     monkeypatch.setattr(
-        trl_bridge.trl_utils._ChunkedLogProbFunction, "apply", lambda *args: sizes.append(args[5]) or apply(*args)
+        trl_utils._ChunkedLogProbFunction, "apply", lambda *args: sizes.append(args[5]) or apply(*args)
     )
     whole = scores(model, ids, scored_in_small_tiles(torch.device("meta"), 44))
     tiled = scores(model, ids, scored_in_small_tiles(torch.device("cpu"), 2**30))
-    assert sizes == [32768, 2048] and trl_bridge.trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32768
+    assert sizes == [32768, 2048] and trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE == 32768
     for one, other in zip([*whole[:2], *whole[2]], [*tiled[:2], *tiled[2]], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -6,8 +6,9 @@ from transformers import GPT2Config, GPTNeoConfig, GPTNeoForCausalLM, set_seed
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.architectures import build
-from trl_repulse.engine import trl_bridge as bridge
+from trl_repulse._trl import add_fused_lm_head
 from trl_repulse.engine.scoring import Layout, longest_row, prepare_scoring, token_log_probs
+from trl_repulse.engine.trl_bridge import disable_dropout
 from trl_repulse.generation.drawing import Sampler
 
 from ..conftest import DEVICE, USE_CPU, build_accelerator
@@ -42,8 +43,8 @@ def scores(model, count, gradient=True, temperature=None):
 
 def scored(name, reverse=False):
     model = build(name, VOCABULARY, reverse=reverse).train().to(DEVICE)
-    bridge.disable_dropout(model)
-    bridge.add_fused_lm_head(model)
+    disable_dropout(model)
+    add_fused_lm_head(model)
     prepare_scoring(model)
     return model
 
@@ -194,8 +195,8 @@ def test_windows_inside_layers_limit_rows():
     config = GPTNeoConfig(initializer_range=0.3, **sizes, **windows)
     set_seed(0)
     model = GPTNeoForCausalLM(config).train().to(DEVICE)
-    bridge.disable_dropout(model)
-    bridge.add_fused_lm_head(model)
+    disable_dropout(model)
+    add_fused_lm_head(model)
     prepare_scoring(model)
     longest = longest_row(config)
     assert longest == 40 and longest_row(GPT2Config(n_positions=32)) == 32

@@ -11,6 +11,7 @@ import transformers.trainer
 from huggingface_hub.utils import filter_repo_objects
 from trl import GRPOTrainer
 
+from trl_repulse._trl import add_fused_lm_head
 from trl_repulse.engine import trl_bridge as bridge
 from trl_repulse.engine.scoring import Layout, prepare_scoring, sampler_log_probs, takes_bias, token_log_probs
 from trl_repulse.generation.drawing import Sampler
@@ -46,7 +47,7 @@ def test_the_kl_coefficient_comes_back_after_an_error():
 
 def test_scores_do_not_depend_on_padding(tokenizer, architecture):
     model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
-    bridge.add_fused_lm_head(model)
+    add_fused_lm_head(model)
     ids = torch.randint(3, len(tokenizer), (2, 5), device=DEVICE)
 
     def padded(padding):
@@ -71,7 +72,7 @@ def test_scores_do_not_depend_on_padding(tokenizer, architecture):
 
 def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
     model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
-    bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     prepare_scoring(model)
     rows = []
     model.base_model.register_forward_hook(lambda module, args, output: rows.append(output.last_hidden_state.shape[1]))
@@ -85,7 +86,7 @@ def test_only_the_scored_tokens_reach_the_head(tokenizer, architecture):
 
 def test_copies_run_their_own_weights(tokenizer, architecture):
     model = build_model(architecture, len(tokenizer)).eval().to(DEVICE)
-    bridge.add_fused_lm_head(model)
+    add_fused_lm_head(model)
     copied, trap = bridge.copy_unpatched(model), copy.deepcopy(model)
     ids = torch.tensor([[4, 5, 6]])
     with torch.no_grad():
@@ -145,7 +146,7 @@ def test_scores_by_another_sampler(tokenizer, architecture, temperature, biased)
     if biased and not takes_bias(model):
         pytest.skip("the head has a bias of its own")
     bias = torch.linspace(-2, 3, model.config.get_text_config().vocab_size, device=DEVICE) if biased else None
-    bridge.add_fused_lm_head(model)
+    add_fused_lm_head(model)
     prepare_scoring(model)
     ids = torch.randint(3, len(tokenizer), (2, 5), device=DEVICE)
     input_ids = torch.cat([ids.new_zeros(2, 3), ids, ids.new_zeros(2, 1)], dim=1)

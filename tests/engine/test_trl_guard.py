@@ -6,6 +6,9 @@ on a trainer of TRL's own.
 
 import ast
 import inspect
+import sys
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +18,14 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
-from trl_repulse.engine import trl_bridge as bridge
+from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _trl
 
-from ..conftest import USE_CPU, build_model, word_reward
+from ..conftest import USE_CPU, build_accelerator, build_model, word_reward
 
 
 VERSION = f"trl {trl.__version__}"
+SOURCE = inspect.getsource(_trl)
+IMPORTS = SOURCE[: SOURCE.index("except ImportError")]
 
 # Signatures
 
@@ -59,14 +63,83 @@ SIGNATURES = {
 
 
 def test_the_installed_packages_are_those_we_build_on():
-    assert bridge.pinned_changes() == []
+    assert _trl.hook_changes() == []
 
 
-def test_everything_taken_from_private_modules_is_pinned():
+def test_everything_taken_from_private_modules_is_a_hook():
     # from the source: a module's attributes also hold what another test made torch compile into it
-    imports = [node for node in ast.walk(ast.parse(inspect.getsource(bridge))) if isinstance(node, ast.ImportFrom)]
-    functions = {name.name for node in imports if (node.module or "").startswith("trl.") for name in node.names}
-    assert functions and functions <= {method.__name__ for method in bridge.PINNED}
+    imports = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.ImportFrom)]
+    taken = {name.name for node in imports if (node.module or "").startswith("trl.") for name in node.names}
+    hooks = {hook.rpartition(":")[2] for hook in _trl.HOOKS}
+    assert taken - hooks == {"vllm_generation", "is_vllm_available"}  # a module, and a function without parameters
+
+
+def private_names(path):
+    """What a module takes of TRL and transformers that is not one of their top-level names; `transformers.utils` is documented."""
+    taken = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            package, _, module = node.module.partition(".")
+            public = not module or (package, module) == ("transformers", "utils")
+            names = [f"{node.module}.{alias.name}" for alias in node.names if not public or alias.name.startswith("_")]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if "." in alias.name]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            names = [ast.unparse(node)]  # `transformers.trainer.hf_api`
+        else:
+            continue
+        taken += [name for name in names if name.partition(".")[0] in ("trl", "transformers")]
+    return taken
+
+
+def test_private_names_come_from_one_module(tmp_path):
+    package = Path(_trl.__file__).parent
+    found = {str(path): private_names(path) for path in package.rglob("*.py") if path.name != "_trl.py"}
+    assert len(found) > 100 and not {path: names for path, names in found.items() if names}
+    assert len(private_names(Path(_trl.__file__))) > 15
+    control = tmp_path / "control.py"
+    control.write_text(
+        "import trl.trainer.utils\nimport transformers\nx = transformers.trainer.hf_api\nfrom transformers.utils import _x"
+    )
+    assert private_names(control) == ["trl.trainer.utils", "transformers.utils._x", "transformers.trainer.hf_api"]
+
+
+@pytest.mark.parametrize("hook", _trl.HOOKS)
+def test_a_hook_that_is_gone_is_named_with_both_versions(monkeypatch, hook):
+    module, _, name = hook.partition(":")
+    *path, last = name.split(".")
+    owner = sys.modules[module]
+    for part in path:
+        owner = getattr(owner, part)
+    defined_by = next((base for base in getattr(owner, "__mro__", ()) if last in vars(base)), owner)
+    for base in {owner, defined_by, *getattr(owner, "__mro__", ())}:
+        if last in vars(base):
+            monkeypatch.delattr(base, last)
+    advice = "Install a TRL that trl-repulse was tested with (1.15 to 1.16)"
+    if f" {last}" in IMPORTS and not path:  # such names are missed as the module is imported
+        with pytest.raises(ImportError) as raised:
+            exec(compile(SOURCE, "again", "exec"), {"__name__": "again"})
+    else:
+        with pytest.raises(RuntimeError) as raised:
+            _trl.require_hooks()
+    package = module.partition(".")[0]
+    message = str(raised.value)
+    assert last in message and version(package) in message and advice in message
+
+
+@pytest.mark.parametrize("installed, warns", [("1.16.3", False), ("1.17.0.dev0", True), ("1.19.0", True)])
+def test_a_newer_trl_is_told_of_once(monkeypatch, installed, warns):
+    said = []
+    monkeypatch.setattr(_trl, "version", lambda package: installed)
+    monkeypatch.setattr(_trl.logger.logger, "log", lambda level, message, *args, **kwargs: said.append(message))
+    type(_trl.logger).warning_once.cache_clear()
+    build_accelerator()
+    for _ in range(2):
+        _trl.require_hooks()
+    assert len(said) == warns
+    assert not warns or (
+        installed in said[0] and "newer than 1.16, the newest that trl-repulse was tested with" in said[0]
+    )
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -76,13 +149,13 @@ def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name
         monkeypatch.delattr(owner, attribute)
     else:
         monkeypatch.setattr(owner, attribute, changed)
-    (change,) = bridge.pinned_changes()
+    (change,) = _trl.hook_changes()
     assert change.startswith(f"{VERSION}: {message}")
 
 
 def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts, images=None: None)
-    assert bridge.pinned_changes() == []
+    assert _trl.hook_changes() == []
 
 
 @pytest.mark.trainer
@@ -181,7 +254,7 @@ def returned_changes(trainer):
 
     def scores():
         model = build_model("gpt2", 19)
-        bridge.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        _trl.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         ids = torch.tensor([[4, 5, 6]])
         labels, mask = torch.tensor([[-100, 5, 6]]), torch.ones_like(ids)
         return vars(model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True))
@@ -249,14 +322,14 @@ def test_a_dropped_key_of_what_a_trainer_keeps_is_reported(grpo, monkeypatch):
 
 @pytest.mark.trainer
 def test_a_dropped_output_of_the_fused_head_is_reported(grpo, monkeypatch):
-    original = bridge.add_fused_lm_head
+    original = _trl.add_fused_lm_head
 
     def without_entropy(model, **kwargs):
         original(model, **kwargs)
         forward = model.forward
         model.forward = lambda **inputs: SimpleNamespace(**without("entropy")(vars(forward(**inputs))))
 
-    monkeypatch.setattr(bridge, "add_fused_lm_head", without_entropy)
+    monkeypatch.setattr(_trl, "add_fused_lm_head", without_entropy)
     assert returned_changes(grpo) == [f"{VERSION}: add_fused_lm_head no longer has 'entropy'"]
 
 

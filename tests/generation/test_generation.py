@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import itertools
 import json
 import warnings
@@ -15,10 +14,9 @@ from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, Trainer
 from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
-from trl_repulse.engine.trl_bridge import pinned_changes, without_lasting_changes
+from trl_repulse.engine.trl_bridge import without_lasting_changes
 from trl_repulse.generation import TransformersGenerator, VLLMGenerator, _engine
 from trl_repulse.generation._engine import check_vllm, engine_options, is_pushable
 from trl_repulse.generation.vllm_generator import _of_the_drawn
@@ -415,15 +413,6 @@ def test_the_best_checkpoint_is_pushed(make, monkeypatch, trainer_cls):
     trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(changed=lambda: calls.append("changed"))
     trainer._load_best_model()
     assert calls == ["loaded", "changed"]
-
-
-def test_what_of_trl_the_engine_relies_on():
-    assert pinned_changes() == []
-    expected = {"generate": ["self", "prompts", "images", "num_generations", "profiler"], "sync_weights": ["self"]}
-    for name, parameters in expected.items():
-        assert list(inspect.signature(getattr(VLLMGeneration, name)).parameters)[: len(parameters)] == parameters
-    for name in ("_init_vllm", "_iter_named_params", "_iter_fsdp_params", "_fix_param_name_to_vllm"):
-        assert callable(getattr(VLLMGeneration, name))
 
 
 def test_transformers_generator(tokenizer, model_dirs):

@@ -366,7 +366,7 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
         require_defaults(args, {"hub_proposal_model_id": None}, "has no effect; set `push_proposal_to_hub=True`")
     report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # set by hand
     if "all" in report_to:
-        from transformers.integrations import get_available_reporting_integrations  # slow import
+        from .._trl import get_available_reporting_integrations  # slow import
 
         report_to = get_available_reporting_integrations()
     for tracker, variable, default, uploading in _CHECKPOINT_UPLOADS:

@@ -26,10 +26,11 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
+from .._trl import print_prompt_completions_sample
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
 from ..math.objective import is_below
 from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, diagnose
-from .trl_bridge import logged_apart, print_prompt_completions_sample
+from .trl_bridge import logged_apart
 
 
 logger = get_logger(__name__)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .._rules_of_thumb import learning_rate_for
+from .._trl import FusedCausalLMOutput, disable_gradient_checkpointing, pad
 from ..data._checks import by_name, check_rows
 from ..data._prompts import as_templates_read, conversations, one_of_each, render, rendering, warn_of_template
 from ..generation._probe import (
@@ -36,7 +37,6 @@ from ..models._adapters import AdapterView, base_of, takes, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._model_checks import vocab_size
 from .scoring import MASKED, Layout, backbone_of, longest_row
-from .trl_bridge import FusedCausalLMOutput, disable_gradient_checkpointing, get_config_model_id, pad
 
 
 logger = get_logger(__name__)
@@ -72,7 +72,7 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
                         f"{context} tokens; lower it."
                     )
     if not isinstance(policy, str) and args.beta != 0 and peft_config is None and not is_peft_model(policy):
-        name = get_config_model_id(policy.config)
+        name = policy.config.name_or_path
         what = f"The reference model that `beta={args.beta:g}` needs, `{name}` by the policy's `name_or_path`,"
         _check(name, what, "save the policy and pass its path as `model`, or set `beta=0`", **loading)
 

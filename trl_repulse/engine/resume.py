@@ -17,10 +17,9 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._errors import changed_prompt
+from .._trl import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from ..data._prompts import rendering
 from ..models._adapters import AdapterView
 from .records import EARLIER_NEGATIVES, NEGATIVES, set_negatives_aside
@@ -66,7 +65,7 @@ _IGNORED_ADAPTER_FIELDS = """
 
 class ResumedSampler(Sampler[int]):
     """
-    TRL's sampler, in the order of the epoch whose number `epoch` gives. TRL's (1.16) draws each epoch's order from one generator: a resumed
+    TRL's `RepeatSampler`, in the order of the epoch whose number `epoch` gives. TRL's (1.16) draws each epoch's order from one generator: a resumed
     run would repeat the first.
     """
 

@@ -9,12 +9,12 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from .._errors import RAISED_BY
+from .._trl import is_async_callable
 from ..data._checks import ALWAYS_PASSED
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens, check_separate
 from ..rewards._texts import read_rewards
 from ..rewards.loading import check_classifier
-from .trl_bridge import is_async_callable
 
 
 RewardFunc = str | PreTrainedModel | Callable[..., list[float | None]]

@@ -1,7 +1,7 @@
 """Log-probabilities of completions under models, at the positions they were generated at.
 
 Axis letters: U units of a prompt, n completions of a set in a unit, C = Σn of all sets, T completion tokens, R rows of a pass with
-k completions each. It stands on TRL's fused head; other dependencies on TRL are in `engine/trl_bridge.py`.
+k completions each. It stands on TRL's fused head; other dependencies on TRL are in `_trl.py`.
 """
 
 import itertools
@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from .. import _trl
 from ..generation._probe import Guard
 from ..generation.drawing import Sampler, without_padding
 from ..models._adapters import takes
-from .trl_bridge import add_fused_lm_head, disable_gradient_checkpointing, scored_in_small_tiles, split_tensor_dict
+from .trl_bridge import scored_in_small_tiles
 from .units import OWN, CompletionSet, Shape, Units
 
 
@@ -117,7 +116,7 @@ class Layout:
         alone = attention_mask[:, :end].clone()
         alone[:, self.prompt :] = 1  # padding of each completion is masked below
         blank = torch.empty((len(alone), end, 0), dtype=dtype, device=alone.device)
-        found = create_masks_for_generate(config, blank, alone, None)
+        found = _trl.create_masks_for_generate(config, blank, alone, None)
         if isinstance(found, dict):
             return {kind: self._spread(mask, attention_mask) for kind, mask in found.items()}
         return self._spread(found, attention_mask)
@@ -192,7 +191,7 @@ class _FusedHead:
         self.config: PreTrainedConfig = model.config
         self._embeddings, self._bias = model.get_output_embeddings, sampler.head_bias
         place: Any = self
-        add_fused_lm_head(place, sampler.temperature, cast_lm_head_to_fp32)
+        _trl.add_fused_lm_head(place, sampler.temperature, cast_lm_head_to_fp32)
 
     def get_output_embeddings(self) -> Any:
         """The model's head, or its weights with the sampler's bias; [`takes_bias`] says where that is the same as biased logits."""
@@ -204,9 +203,9 @@ class _FusedHead:
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
         """Replaced by TRL."""
 
-    def base_model(self, hidden_states: torch.Tensor, **options: Any) -> MoeModelOutputWithPast:
+    def base_model(self, hidden_states: torch.Tensor, **options: Any) -> _trl.MoeModelOutputWithPast:
         """What the head reads, in the place of a backbone."""
-        return MoeModelOutputWithPast(last_hidden_state=hidden_states)
+        return _trl.MoeModelOutputWithPast(last_hidden_state=hidden_states)
 
 
 def takes_bias(model: PreTrainedModel) -> bool:
@@ -544,7 +543,7 @@ class Scoring:
             log_p, entropy, aux_loss, other_log_p = self.by_length(reader, *rows)
         else:
             kwargs = self._args.gradient_checkpointing_kwargs
-            with torch.no_grad(), disable_gradient_checkpointing(model, kwargs):  # type: ignore[arg-type]
+            with torch.no_grad(), _trl.disable_gradient_checkpointing(model, kwargs):  # type: ignore[arg-type]
                 log_p, _, _, other_log_p = self.in_passes(reader, layout, len(joined.ids), size, *rows)
             entropy = aux_loss = None
 
@@ -734,4 +733,4 @@ def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in in_rows}
     prompts = torch.stack([rows["prompt_ids"], rows["prompt_mask"]], dim=2)
     order = prompts.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
-    return split_tensor_dict(batches[0] | {name: x[order] for name, x in rows.items()}, len(batches))
+    return _trl.split_tensor_dict(batches[0] | {name: x[order] for name, x in rows.items()}, len(batches))

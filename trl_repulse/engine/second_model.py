@@ -27,6 +27,7 @@ from transformers import (
     get_scheduler,
 )
 
+from .._trl import create_model_from_path
 from ..models import _fsdp
 from ..models._adapters import (
     AdapterView,
@@ -49,7 +50,7 @@ from ..models._deepspeed import (
 from ..models._model_checks import check_vocabulary_size, reads_ahead
 from .logs import PROPOSAL_FOLDER, VALUE_FOLDER
 from .scoring import Layout
-from .trl_bridge import create_model_from_path, disable_dropout, get_config_model_id
+from .trl_bridge import disable_dropout
 
 
 if TYPE_CHECKING:
@@ -605,7 +606,7 @@ def build_value_model(
         if type(base).__name__.endswith("ForTokenClassification"):
             value = model
         elif is_peft_model(model) or getattr(base, "is_quantized", False):
-            value = _load(get_config_model_id(base.config), init_kwargs)
+            value = _load(base.config.name_or_path, init_kwargs)
         else:
             value = _copied(base)
     elif (saved := adapter_config(model)) is not None:

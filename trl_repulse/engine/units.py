@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
+from .._trl import pad
 from ..generation.drawing import POLICY, JointDraw, Sampler
 from .logs import PROPOSAL_FOLDER, Logs, Tables
-from .trl_bridge import pad, sampling_from
+from .trl_bridge import sampling_from
 
 
 OWN, EXTRA = "own", "extra"  # the two sets of samples: the policy's, and those that are drawn for a negative term

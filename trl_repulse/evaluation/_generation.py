@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .._trl import is_async_callable
 from ..data._prompts import check_template_variables, render
 from ..engine.reward_functions import with_checks
-from ..engine.trl_bridge import is_async_callable
 from ..generation._probe import Guard, probe_shared
 from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens, until_end

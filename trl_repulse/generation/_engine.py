@@ -1,4 +1,4 @@
-"""Every dependence on how TRL drives a vLLM engine, and vLLM a model's weights; pinned in `tests/generation/test_generation.py`.
+"""Every dependence on how TRL drives a vLLM engine, and vLLM a model's weights; its methods are pinned in `_trl.py`.
 
 TRL (1.16) builds the engine of a trainer in `VLLMGeneration`, for one model, and calls it by `llm`. Each entry says what
 it relies on, why, and what would let it go.
@@ -16,10 +16,8 @@ import torch
 from accelerate.utils import is_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig
-from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.import_utils import is_vllm_available
 
+from .._trl import VLLMGeneration, is_vllm_available, vllm_generation
 from .drawing import POLICY, Sampler
 
 
@@ -32,13 +30,8 @@ _Weights: TypeAlias = Iterator[tuple[str, torch.Tensor]]
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # What vLLM says when an engine does not fit, in one case or another.
 _TOO_LARGE = (
-    "available memory",
-    "free memory",
-    "enough memory",
-    "out of memory",
-    "memory utilization",
-    "kv cache",
-    "cache blocks",
+    *("available memory", "free memory", "enough memory", "out of memory", "memory utilization"),
+    *("kv cache", "cache blocks"),
 )
 # Kinds of LoRA that vLLM has no words for: fields of `peft.LoraConfig`, where this version of PEFT has them
 _NOT_SERVED = (

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     Cache,
     DynamicCache,
+    DynamicLayer,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
@@ -24,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
 
 from ..models._adapters import base_of
 from ..models._model_checks import vocab_size

@@ -26,7 +26,8 @@ from .drawing import POLICY, Sampler, end_tokens
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from trl.generation.vllm_generation import VLLMGeneration
+
+    from .._trl import VLLMGeneration
 
 
 @dataclass
@@ -388,8 +389,7 @@ def _build_engine(
     accelerator: Accelerator,
     options: dict[str, Any],
 ) -> "VLLMGeneration":
-    from trl.generation.vllm_generation import VLLMGeneration
-
+    from .._trl import VLLMGeneration
     from ._engine import engine_options
 
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]

@@ -6,18 +6,13 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
+from .._trl import add_fused_lm_head, create_model_from_path, validate_quantization_for_training
 from ..configs import NegativeTermConfig
 from ..engine.preparation import as_trained
 from ..engine.reward_functions import check_separate_rewards
 from ..engine.scoring import prepare_scoring
 from ..engine.second_model import POLICY_ADAPTER, SecondAdapter, SecondModel, add_adapter
-from ..engine.trl_bridge import (
-    add_fused_lm_head,
-    copy_unpatched,
-    create_model_from_path,
-    disable_dropout,
-    validate_quantization_for_training,
-)
+from ..engine.trl_bridge import copy_unpatched, disable_dropout
 from ..models._adapters import adapter_config, base_of, keep_gradients
 from ..models._deepspeed import gathered_by_layer, zero_stage
 from ..models._loading import check_same_tokens

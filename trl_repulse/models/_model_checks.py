@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from .._trl import MODEL_MAPPING_NAMES
 from ._adapters import base_of, undisturbed
 
 

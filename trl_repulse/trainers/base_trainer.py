@@ -20,10 +20,9 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from .. import _trl
 from ..configs import NegativeTermConfig
 from ..configs._checks import check_uploads
 from ..data._checks import (
@@ -90,10 +89,7 @@ from ..engine.second_model import (
 )
 from ..engine.serving import engine_of, serve_proposal, take_engine
 from ..engine.trl_bridge import (
-    check_scoring_on_cpu,
     disable_dropout,
-    get_config_model_id,
-    require_pinned,
     use_reference,
     withheld_from_uploads,
     without_kl,
@@ -198,7 +194,7 @@ class BaseTrainer(GRPOTrainer):
     _withheld: tuple[str, ...] = tuple(
         prefix + name
         for name in (
-            *(NEGATIVES, EARLIER_NEGATIVES, TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
+            *(NEGATIVES, EARLIER_NEGATIVES, _trl.TRAINING_ARGS_NAME, "position-*", REFERENCE, "completions/*"),
             *(f"{PROPOSAL_FOLDER}/*", f"{VALUE_FOLDER}/*"),
         )
         for prefix in ("", "*/")
@@ -235,11 +231,11 @@ class BaseTrainer(GRPOTrainer):
         *,
         second: SecondModelArguments | None = None,
     ):
-        require_pinned()
         second = self._second_arguments = second or SecondModelArguments()
         self.second_models: dict[str, SecondModel] = {}  # by folder
         check_arguments(self._config_cls, args, model=model, **second.models())
         args = self._configuration(model, args)
+        _trl.require_hooks()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         connect(args)
         check_output_dir(args)
@@ -305,7 +301,7 @@ class BaseTrainer(GRPOTrainer):
         """A trainer's configuration, a copy if its learning rate is still to be set; if none is given, with an `output_dir` for its model."""
         if args is not None:
             return copy.copy(args) if args.learning_rate is None else args
-        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        name = model if isinstance(model, str) else model.config.name_or_path
         return cls._config_cls(f"{Path(name).name}-{cls._name}")
 
     def _check_turns(self, args: Any, **given: Any) -> None:
@@ -368,7 +364,7 @@ class BaseTrainer(GRPOTrainer):
     def _prepare_scoring(self) -> None:
         """Readies policy and reference, once TRL has built them, for scores at the positions of generation."""
         if self._leaves_passes_to_trl:
-            check_scoring_on_cpu()
+            _trl.check_scoring_on_cpu()
             self._guard = Guard(share_prompts=False, repeat_cache=False)
             return
         for scored in (self.model, self.ref_model):
@@ -804,7 +800,7 @@ class BaseTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
-        checkpoint = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        checkpoint = Path(self._get_output_dir(trial)) / f"{_trl.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
         proposal = self.proposal
         with proposal.module.frozen() if isinstance(proposal, SecondAdapter) else contextlib.nullcontext():

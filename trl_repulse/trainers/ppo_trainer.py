@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import is_peft_model, set_seed
 from transformers import PreTrainedModel, TrainerCallback
 
+from .._trl import disable_gradient_checkpointing
 from ..configs import PPOConfig
 from ..data._checks import check_adapters
 from ..engine.logs import Moments, mean, share_explained
@@ -20,7 +21,7 @@ from ..engine.resume import RESUME_STATE
 from ..engine.reward_functions import RewardFunc, check_separate_rewards
 from ..engine.scoring import Layout, prepare_scoring
 from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, check_value_model, token_values
-from ..engine.trl_bridge import disable_gradient_checkpointing, without_kl
+from ..engine.trl_bridge import without_kl
 from ..math.objective import kl_token_rewards
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
 from ..models._adapters import adapter_config, base_of, keep_gradients

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...generation.drawing import with_cache
 from ...models._adapters import in_mode
