@@ -26,7 +26,7 @@ _ADVICE = (
 try:
     import transformers.trainer as transformers_trainer
     import trl.trainer.utils as trl_utils
-    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations import TensorBoardCallback, TrackioCallback, get_available_reporting_integrations
     from transformers.masking_utils import create_masks_for_generate
     from transformers.modeling_outputs import MoeModelOutputWithPast
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES

@@ -55,10 +55,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
     "CVaR 0.2": ("reinforce", {"cvar_level": 0.2}),
     "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
-    "finds of its own": (
-        "repulse",
-        BAD | {"proposal": "policy", "potential": "indicator", "alpha": 1.0, "alpha_normalization": "none"},
-    ),
 }
 TRAINING = 0.25  # share of the minutes in which the first method trains
 RESERVE = 0.06  # share that is kept for loading and saving

@@ -5,7 +5,6 @@ Conditional fine-tuning: the reward stands before the answer as one of five tags
 
 A tag is a token, `<|reward_0|>` to `<|reward_4|>` for the worst to the best fifth of all samples, and follows the prompt, as in
 Quark (arXiv 2205.13636). Prompts are plain text. `output_dir` then has the model and the samples.
-
 Hardware: the embedded policy has 0.25 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 

@@ -5,9 +5,7 @@ Iterative DPO: sample, pair good and bad completions of a prompt, train on the p
     python examples/recipes/iterative_dpo.py --model my/model --reward_model_path judge --prompts prompts.jsonl \
         --threshold -4 --max_completion_length 64 --learning_rate 1e-6
 
-The reference is the first model, in every round. `output_dir` then has the samples of each round and of the trained model
-(`samples-0` and so on), and the model (`model`).
-
+The reference is the first model, in every round. `output_dir` then has the samples of each round (`samples-0` ...) and the model.
 Hardware: the embedded policy has 0.25 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 

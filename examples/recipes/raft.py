@@ -5,7 +5,6 @@ Rejection sampling (RAFT): sample, keep the best completions of each prompt, fin
     python examples/recipes/raft.py --model my/model --reward_model_path judge --prompts p.jsonl --learning_rate 1e-5
 
 `output_dir` then has the samples of each round and of the trained model (`samples-0` and so on), and the model (`model`).
-
 Hardware: the embedded policy has 0.25 million parameters. CPU: not measured. One GPU of 24 GB, of 80 GB: not measured.
 """
 

@@ -374,4 +374,4 @@ def test_a_trainer_warns_of_a_symptom_once_and_sends_one_alert(caplog, monkeypat
     assert any(text in message for message in warned) and step >= 100
     assert warnings_of("sound", caplog, sent := []) == [] == sent
     monkeypatch.setattr(logs, "PATIENCE", 1000)
-    assert warnings_of("rising_kl", caplog, sent) == []
+    assert all("The proposal has collapsed" in message for message in warnings_of("rising_kl", caplog, sent))

@@ -72,7 +72,7 @@ def test_a_training_run(make, dated, today, trainer_cls):
     with pytest.raises(ValueError, match=f"a prompt reads ' ran.*, not ' sat.*; {REMEDY}.*, or start a new run"):
         run(3, True)
     assert run(3, True, chat_template_kwargs=FIRST_DAY).state.global_step == 3
-    with pytest.raises(ValueError, match="Other prompts"):
+    with pytest.raises(ValueError, match="Prompts differ"):
         run(4, True, chat_template_kwargs={"date_string": "02"})
     today(1)
     assert run(4, True).state.global_step == 4

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import linecache
 import os
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_repulse.cli.main import main
 from trl_repulse.evaluation._identity import identify_reward, known_by_name_alone
 from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
@@ -23,7 +21,7 @@ from ..conftest import word_reward
 from ..gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
 
 
-SECRET = "http://hidden-user:hidden-word@127.0.0.1:1/get_reward?key=hidden-key"
+URL = "http://127.0.0.1:1/get_reward"
 
 
 @pytest.fixture
@@ -46,35 +44,18 @@ def interrupt(folder):
     sorted(folder.glob("shard-*"))[-1].unlink()
 
 
-def content(folder):
-    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-
-
 def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dirs):
-    """Another port, time limit or batch size draws the same samples, and no key is written."""
-    first = remote(SECRET)
+    """Another port, time limit or batch size draws the same samples."""
+    first = remote(URL)
     samples = sample(tmp_path / "s", model_dirs["gpt2"], first).table
-    assert b"hidden" not in content(tmp_path / "s")
     interrupt(tmp_path / "s")
-    moved = remote("https://10.0.0.1:99/other?key=hidden", timeout=1, batch_size=2, retries=0)
+    moved = remote("https://10.0.0.1:99/other", timeout=1, batch_size=2, retries=0)
     assert sample(tmp_path / "s", model_dirs["gpt2"], moved).table == samples
     interrupt(tmp_path / "s")
     with pytest.raises(ValueError, match="begun with another `rewards"):
-        sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, name="other"))
+        sample(tmp_path / "s", model_dirs["gpt2"], remote(URL, name="other"))
     with pytest.raises(ValueError, match="begun with another `rewards.RemoteReward.label_column`"):
-        sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET, label_column="answer"))
-
-
-def test_a_report_does_not_show_the_key_of_a_server(remote, tmp_path, model_dirs, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
-    flags = f"--prompts {tmp_path / 'prompts.jsonl'} --reward_type remote --reward_model_path {SECRET} --threshold 0"
-    flags += (
-        f" --max_completion_length 2 --num_samples 20 --num_proposal_samples 0 --output {tmp_path / 'report.json'}"
-    )
-    assert main(["rare-events", model_dirs["gpt2"], *flags.split()]) == 0
-    said, report = capsys.readouterr(), (tmp_path / "report.json").read_text()
-    assert json.loads(report)["settings"]["reward_model_path"] == "http://127.0.0.1:1/get_reward"
-    assert "hidden" not in report + said.out + said.err
+        sample(tmp_path / "s", model_dirs["gpt2"], remote(URL, label_column="answer"))
 
 
 def make(source, **names):
@@ -99,10 +80,10 @@ def test_a_folder_is_not_gone_on_with_other_code_of_the_same_name(tmp_path, mode
 
 
 def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp_path, model_dirs, caplog):
-    samples = sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], remote(URL)).table
     assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
     interrupt(tmp_path / "s")
-    assert sample(tmp_path / "s", model_dirs["gpt2"], remote(SECRET)).table == samples
+    assert sample(tmp_path / "s", model_dirs["gpt2"], remote(URL)).table == samples
     assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
 
 
@@ -123,13 +104,13 @@ def cut(output):
 
 
 def test_attacks_of_a_judge_without_code_are_gone_on_with_a_warning(attacked, remote, tmp_path, caplog):
-    output = attack(attacked, remote(SECRET), tmp_path / "out")
+    output = attack(attacked, remote(URL), tmp_path / "out")
     assert "identified by its name alone" not in caplog.text  # there is nothing to mix it with
     cut(output)
-    attack(attacked, remote(SECRET), output)
+    attack(attacked, remote(URL), output)
     assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
     caplog.clear()
-    attack(attacked, remote(SECRET), output)  # which is done
+    attack(attacked, remote(URL), output)  # which is done
     assert not caplog.text
 
 
@@ -217,7 +198,7 @@ ALIKE = {
     "slots": [Slotted(1), Slotted(1)],
     "copy": [Judge(1), copy.deepcopy(Judge(1))],
     "partial": [functools.partial(held(1), []) for _ in range(2)],
-    "server": [RemoteReward(SECRET), RemoteReward("http://h/", timeout=1)],
+    "server": [RemoteReward(URL), RemoteReward("http://h/", timeout=1)],
     "refusals": [RefusalJudge(["no"]), RefusalJudge(["NO"])],
 }
 

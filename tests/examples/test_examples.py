@@ -318,7 +318,7 @@ def fail(monkeypatch, *flags):
         (["--tracking_every", "0"], "`every=0` must be at least 1"),
         (["--max_completion_length", "3"], "set a smaller max_completion_length, or evaluate by sampling"),
         (["--dataset_name", "nowhere.jsonl"], "There is no file `nowhere.jsonl`"),
-        (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], "has no split 'test'; name a file"),
+        (["--eval_strategy", "steps", "--per_device_eval_batch_size", "32"], "has no split 'test'; name one"),
         (["--model_name_or_path", "m", "--alpha", "0"], "`--reward_model_path` is needed with `--model_name_or_path`"),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",

@@ -22,11 +22,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import is_trackio_available, is_wandb_available
-from transformers.integrations import TensorBoardCallback, TrackioCallback
 from transformers.utils import is_rich_available
 
 from .._numbers import is_bad
-from .._trl import print_prompt_completions_sample
+from .._trl import TensorBoardCallback, TrackioCallback, print_prompt_completions_sample
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
 from ..math.objective import is_below
 from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, diagnose
