@@ -16,7 +16,7 @@ EXAMPLES = {
     "fsdp2": ("reinforce", 2),
     "zero1": ("repulse_ppo", 2),
     "zero2": ("repulse", 2),
-    "zero3": ("repulse", 2),
+    "zero3": ("repulse_grpo", 2),  # where the hot policy raises logits of tokens
     "zero3_offload": ("reinforce", 2),
     "multi_node_zero3": ("ppo", 2),
 }

@@ -21,6 +21,7 @@ from .. import _trl
 from ..generation._probe import Guard
 from ..generation.drawing import Sampler, without_padding
 from ..models._adapters import takes
+from ..models._fsdp import whole
 from .trl_bridge import scored_in_small_tiles
 from .units import OWN, CompletionSet, Shape, Units
 
@@ -198,7 +199,11 @@ class _FusedHead:
         head = self._embeddings()
         if self._bias is None:
             return head
-        return SimpleNamespace(weight=head.weight, bias=self._bias.to(head.weight.device))
+        weight, bias = head.weight, self._bias.to(head.weight.device)
+        # TRL gathers a head as its weights are: both parts where FSDP2 has cut them, each by its status under ZeRO-3
+        if (status := getattr(weight, "ds_status", None)) is not None:
+            bias.ds_status = type(status).AVAILABLE  # type: ignore[attr-defined]
+        return SimpleNamespace(weight=whole(weight), bias=bias)
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
         """Replaced by TRL."""
