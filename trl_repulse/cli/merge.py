@@ -15,7 +15,7 @@ _CARD = "README.md"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("adapter", metavar="ADAPTER_DIR", type=Path, help="folder of a saved adapter")
-    parser.add_argument("folder", metavar="OUTPUT_DIR", type=Path, help="folder to write to; new or empty")
+    parser.add_argument("output", metavar="OUTPUT_DIR", help="folder to write to; new or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights (that of the base)")
     parser.add_argument(
         "--base_model", metavar="MODEL", help="path or Hub id of the base (the one the adapter was trained over)"
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merges and returns 0. Nothing is written if that fails."""
-    merge(args.adapter, args.folder, args.dtype, args.base_model, args.allow_proposal, args.trust_remote_code)
-    print(f"Merged {args.adapter} into {args.folder}.")
+    merge(args.adapter, Path(args.output), args.dtype, args.base_model, args.allow_proposal, args.trust_remote_code)
+    print(f"Merged {args.adapter} into {args.output}.")
     return 0
 
 
