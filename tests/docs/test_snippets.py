@@ -192,7 +192,9 @@ def prepare(page, world):
         shutil.rmtree(world / "out")
         get_peft_model(AutoModelForCausalLM.from_pretrained("my-policy"), adapter).save_pretrained(world / folder)
     if page == "docs/inspect.md":
-        flags = "--model out --prompts prompts.jsonl --reward_model_path judge --num_samples 8 --max_completion_length 4"
+        flags = (
+            "--model out --prompts prompts.jsonl --reward_model_path judge --num_samples 8 --max_completion_length 4"
+        )
         assert main(["evaluate", "samples", *flags.split()]) == 0
     if page == "docs/agents.md":
         shop.build_policy(world / "my-agent", steps=2, batch_size=8)
