@@ -39,7 +39,7 @@ def with_own_term(trainer_cls, term=WorstAgain):
 
 
 TERMS = {
-    "policy": {"proposal": "policy", "target_dist_beta": -2.0},
+    "policy": {"proposal": "policy", "target_dist_beta": -2.0, "reward_cap": 1.0},
     "hot policy": {"proposal": "hot_policy", "bad_reward_threshold": -1.0},
     "learned": {"proposal": "learned", "target_dist_beta": -2.0},
     "of a user": {"proposal": "policy", "target_dist_beta": -2.0},
