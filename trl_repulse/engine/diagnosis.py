@@ -179,12 +179,8 @@ PAGE = "docs/reading_a_run.md"
 
 # Thresholds, each with its reason
 
-AT_ONCE = (
-    "constant_reward",
-    "jumping_kl",
-    "narrow",
-    "collapse",
-)  # symptoms that trainers warn of from the first update on
+# Symptoms that trainers warn of from the first update on
+AT_ONCE = "constant_reward", "jumping_kl", "narrow", "collapse"
 PATIENCE = 100  # updates before trainers warn of the others, some of which are common early in a run
 UPDATES = 20  # updates that a sign has to last: the means of single batches are too noisy
 LOG_Z_GAP = 3.0  # nats; the policy's own samples then show 20 times as much of the target; sound runs are below 0

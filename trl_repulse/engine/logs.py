@@ -621,7 +621,7 @@ class Trackers:
             _write(writer, "alert", [[title], ["---"], [text]], step)
 
     def reopen(self, state: Any, model: nn.Module) -> None:
-        """Opens trackio's run, which ends with the training, for what is reported behind it or before."""
+        """Opens trackio's run again, which ends with training, to report what is measured before or after it."""
         callback = self._of(TrackioCallback)
         if callback is not None and not callback._initialized:
             callback.setup(self._args, state, model)

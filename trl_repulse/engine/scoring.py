@@ -200,7 +200,7 @@ class _FusedHead:
         if self._bias is None:
             return head
         weight, bias = head.weight, self._bias.to(head.weight.device)
-        # TRL gathers a head as its weights are: both parts where FSDP2 has cut them, each by its status under ZeRO-3
+        # TRL (1.16) takes the bias for a parameter: it gathers both from FSDP2's shards, and asks both for ZeRO-3's status
         if (status := getattr(weight, "ds_status", None)) is not None:
             bias.ds_status = type(status).AVAILABLE  # type: ignore[attr-defined]
         return SimpleNamespace(weight=whole(weight), bias=bias)
