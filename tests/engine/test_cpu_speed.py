@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_repulse import ReinforceTrainer
@@ -26,10 +27,15 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.trainer
-def test_weights_are_cast_once_a_draw(make):
-    trainer = make(ReinforceTrainer, "llama", bf16=True, max_completion_length=6, max_steps=1)
-    weights = [p for p in trainer.model.parameters() if p.dim() == 2]
+@pytest.mark.parametrize(
+    "extra", [{}, {"peft_config": LoraConfig(r=2, target_modules="all-linear")}], ids=["full", "lora"]
+)
+def test_weights_are_cast_once_a_draw(make, extra):
+    """Frozen ones under an adapter too, of which autocast keeps no casts by itself."""
+    trainer = make(ReinforceTrainer, "llama", extra=extra, bf16=True, max_completion_length=6, max_steps=1)
+    weights = [p for name, p in trainer.model.named_parameters() if p.dim() == 2 and "lora" not in name]
     shape, counts = weights[-1].shape, []
+    frozen = [p for p in trainer.model.parameters() if not p.requires_grad]
     draw = trainer._generate_single_turn
 
     def counted(*args, **kwargs):
@@ -41,6 +47,7 @@ def test_weights_are_cast_once_a_draw(make):
     trainer._generate_single_turn = counted
     trainer.train()
     assert len(counts) == 1 and 0 < counts[0] <= sum(p.shape == shape for p in weights)
+    assert bool(frozen) == bool(extra) and not any(p.requires_grad for p in frozen)
 
 
 def scores(model, ids, tiles):

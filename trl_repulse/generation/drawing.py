@@ -261,6 +261,22 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
         yield
 
 
+@contextlib.contextmanager
+def casting_once(model: nn.Module) -> Iterator[None]:
+    """
+    Context in which autocast casts each weight once, frozen ones too, and keeps the casts as long as it lasts: it keeps those of leaves
+    that require a gradient only. Passes must not record gradients.
+    """
+    frozen = [p for p in model.parameters() if p.dtype == torch.float32 and p.is_leaf and not p.requires_grad]
+    for weight in frozen:
+        weight.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
 @dataclass(frozen=True, eq=False)
 class Sampler:
     """

@@ -101,6 +101,7 @@ from ..generation._probe import Guard
 from ..generation.drawing import (
     Sampler,
     batches,
+    casting_once,
     drawn_by_inversion,
     prompts_read_once,
     rows_drawn_by,
@@ -547,10 +548,14 @@ class BaseTrainer(GRPOTrainer):
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
         each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
-        # Under one autocast for all tokens weights are cast once; accelerate's, around each pass, cast them for each token
-        precision = contextlib.nullcontext() if self.use_vllm else self.accelerator.autocast()
+        precision = contextlib.ExitStack()
+        if (
+            not self.use_vllm
+        ):  # one autocast for all tokens; accelerate's, around each pass, cast the weights for each token
+            precision.enter_context(self.accelerator.autocast())
+            precision.enter_context(casting_once(sampled))
         defaults = without_generation_defaults(sampled)
-        with defaults, without_lasting_changes(self, sampled), precision, drawn_by_inversion(sampled), each, once:
+        with precision, defaults, without_lasting_changes(self, sampled), drawn_by_inversion(sampled), each, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)
