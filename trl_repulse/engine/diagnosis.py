@@ -258,6 +258,9 @@ class Diagnosis:
     unknown: dict[str, str] = field(default_factory=dict)
 
 
+# A function for each symptom returns the evidence, or `None` if the log does not show it, and raises `Unknown` if it cannot tell
+
+
 def _not_finite(log: RunLog) -> str | None:
     for name in (prefix + name for prefix in ("", "proposal/", "value/") for name in _FINITE):
         column = log.columns.get(name, [])

@@ -176,7 +176,7 @@ class BySampler:
         self.log_p = torch.zeros(labels[:, 1:].shape, device=labels.device)  # (R·k, T)
 
     def take(self, head: "_FusedHead", hidden_states: torch.Tensor) -> None:
-        """Fills in what the sampler's head makes of hidden states (R·k, T + 1, d)."""
+        """Sets `log_p` of the wanted completions to what the sampler's head gives for hidden states (R·k, T + 1, d)."""
         states = hidden_states[self.wanted.to(hidden_states.device)]
         scored = head.forward(states, fused_lm_head=True, labels=self.labels[self.wanted])
         self.log_p[self.wanted] = scored.log_probs.to(self.log_p)

@@ -402,16 +402,17 @@ class JointDraw:
 
     def draw(self, prompts: list[list[int]], generate: Callable[..., Any]) -> Any:
         """
-        Draws for prompts as `generate` does, and returns what it returns.
+        Completions of the prompts and what else `generate` returns, from one call for both kinds of rows. Raises a `RuntimeError` if the
+        others are wanted for other prompts than they were drawn for.
 
         Args:
             prompts (`list[list[int]]`): Tokens of the prompts, one a row.
             generate (`Callable`): Takes prompts and, as `drawn_by`, a mask of the rows that another sampler draws, and that sampler.
         """
-        asked, self._next = self._next, None
-        if asked is None:
+        wanted, self._next = self._next, None
+        if wanted is None:
             return generate(prompts)
-        if asked == "others":
+        if wanted == "others":
             if prompts != self._prompts:
                 raise RuntimeError("Extra samples were drawn for other prompts than they are asked for.")
             completions, self._prompts, self._completions = self._completions, [], None
@@ -419,9 +420,8 @@ class JointDraw:
         blocks = [prompts[i : i + self.own] for i in range(0, len(prompts), self.own)]
         rows = [row for block in blocks for row in [*block, *[block[0]] * self.others]]
         is_other = ([False] * self.own + [True] * self.others) * len(blocks)
-        completions, *rest = generate(
-            rows, drawn_by=(is_other, self.sampler)
-        )  # log-probabilities, `None` without vLLM (TRL 1.16)
+        # The rest is log-probabilities, `None` without vLLM (TRL 1.16)
+        completions, *rest = generate(rows, drawn_by=(is_other, self.sampler))
         self._prompts = list(compress(rows, is_other))
         self._completions = (list(compress(completions, is_other)), *rest)
         return list(compress(completions, [not other for other in is_other])), *rest

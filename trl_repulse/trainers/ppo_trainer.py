@@ -127,6 +127,10 @@ class PPOTrainer(GRPOLossTrainer):
         super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
     def _add_value_model(self) -> None:
+        """
+        Checks the value model that was built before the trainer, and makes it a second model with an optimizer of its own. Raises a
+        `ValueError` if it has other tokens than the policy or cannot be trained with these settings.
+        """
         value, value_model = self._initial_value, self._second_arguments.value_model
         prepare_scoring(base_of(value))
         with as_trained(self, value):
