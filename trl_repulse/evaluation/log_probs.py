@@ -121,7 +121,7 @@ def _score(
 
 
 def _sums(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities and entropies (2, B) of completions from their logits (B, T, V), tokens and mask (B, T)."""
+    """Log-probabilities and entropies (2, B) of completions, nats, float64, from their logits (B, T, V), tokens and mask (B, T)."""
     log_p = logits.log_softmax(dim=-1)
     token = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # (B, T)
     entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(dim=-1)  # (B, T); 0 · -inf is 0
