@@ -14,8 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from trl_repulse._numbers import with_unit
-from trl_repulse.cli.main import main
-from trl_repulse.evaluation import plots, tails
+from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import _markdown_table, estimates, tail_report
@@ -235,30 +234,3 @@ def test_example(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     low, high = map(float, re.search(r"P\(r < -5\) \| \S+ \| (\S+) to (\S+)", out).groups())
     assert low < float(re.search(r"P\(r < -5\) = (\S+),", out)[1]) < high
-
-
-def test_the_figure_shows_every_sample_and_the_thresholds(tmp_path, monkeypatch, capsys):
-    first, second = np.linspace(-6.0, 3.0, 400).reshape(4, 100), np.linspace(0.0, 1.0, 400).reshape(4, 100)
-    folders = [str(write_samples(tmp_path / name, values, name)) for name, values in (("a", first), ("b", second))]
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append((figure, path)))
-    file = tmp_path / "figures" / "rewards.svg"
-    assert main(["evaluate", *folders, "--thresholds", "-4", "--figure", str(file)]) == 0
-    (_, path), (panel,) = drawn[0], drawn[0][0].axes
-    assert path == file and panel.get_yscale() == "log"
-    labels = [f"{folders[0]}: {np.mean(first < -4):.3g} under -4", f"{folders[1]}: 0 under -4"]
-    assert [patch.get_label() for patch in panel.patches] == labels
-    for patch, values in zip(panel.patches, (first, second), strict=True):
-        shares, edges, _ = patch.get_data()
-        there = shares > panel.get_ylim()[0]  # the others are empty, and drawn at the bottom
-        assert shares[there].sum() == pytest.approx(1.0)
-        assert edges[:-1][there].min() <= values.min() and edges[1:][there].max() >= values.max()
-    assert [line.get_xdata()[0] for line in panel.lines] == [-4.0]
-    capsys.readouterr()
-    assert main(["evaluate", folders[0], "--figure", str(tmp_path / "rewards.txt")]) == 1
-    assert "`--figure" in capsys.readouterr().err and not drawn[1:]
-
-
-def test_a_figure_of_missing_rewards_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="all are missing"):
-        plots.plot_rewards({"a": np.array([np.nan])}, tmp_path / "rewards.png")

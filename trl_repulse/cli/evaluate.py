@@ -73,9 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="labelled completions (see `audit`), for P(truly bad); of one model",
     )
-    reading.add_argument(
-        "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
-    )
     add_options(reading, "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
@@ -223,12 +220,6 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
     write_report(args.output, content | {"folders": args.folders})
-    if args.figure is not None:
-        from ..evaluation.plots import plot_rewards
-
-        folders = map(str, args.folders)
-        columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
-        plot_rewards(columns, args.figure, args.thresholds, args.column)
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, args.thresholds)
     print(text)
