@@ -9,7 +9,6 @@ from datasets import Dataset
 
 from trl_repulse.cli.evaluate import SETTINGS
 from trl_repulse.cli.main import main
-from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples, read_header
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
@@ -35,14 +34,13 @@ def arguments(tmp_path, model_dirs):
 
 def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, model_dirs, capsys):
     folder, output = str(tmp_path / "samples"), tmp_path / "new" / "report.json"
-    (tmp_path / "negatives.jsonl").write_text('{"prompt": "fish", "completion": " bad"}\n')
     options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
-    reading = ["--thresholds", "-1", "-99", "--negatives", str(tmp_path / "negatives.jsonl"), "--output", str(output)]
+    reading = ["--thresholds", "-1", "-99", "--output", str(output)]
     assert main(["evaluate", folder, *arguments, *options, *reading]) == 0
     out = capsys.readouterr().out
-    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out and "1 distinct bad completion" in out
+    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out
     report = json.loads(output.read_text())
-    assert report["negatives"]["count"] == 1 and set(report["per_prompt"]) == {"the cat", "fish"}
+    assert set(report["per_prompt"]) == {"the cat", "fish"}
     assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
     out = capsys.readouterr().out
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
@@ -50,11 +48,10 @@ def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, mode
 
 def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
     write_samples(tmp_path / "samples", np.arange(100.0).reshape(2, 50), prompts=["☕", "fish"])
-    output, figure = tmp_path / "report.json", tmp_path / "rewards.png"
-    flags = ["--per_prompt", "--output", str(output), "--figure", str(figure)]
+    output = tmp_path / "report.json"
     with poor_stdout():
-        assert main(["evaluate", str(tmp_path / "samples"), *flags]) == 0
-    assert "☕" in json.loads(output.read_text())["per_prompt"] and figure.is_file()
+        assert main(["evaluate", str(tmp_path / "samples"), "--per_prompt", "--output", str(output)]) == 0
+    assert "☕" in json.loads(output.read_text())["per_prompt"]
 
 
 def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
@@ -79,25 +76,6 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "There is no file"),
-        ("\n", "is empty"),
-        ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
-        ('{"prompt": "fish", "completion": ""}', "empty completions only"),
-        (b"\xff\xfe\xff", "is not UTF-8 text"),
-    ],
-)
-def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):
-    path = tmp_path / "negatives.jsonl"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["evaluate", str(tmp_path / "s"), *arguments, "--negatives", str(path)]) == 1
-    err = capsys.readouterr().err
-    assert message in err and str(path) in err and not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["--num_samples", "0"], "`num_samples=0`"),
@@ -117,7 +95,6 @@ def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, change
     ("changes", "message"),
     [
         (["--seed", "1"], "`--seed` has no effect without `--model`"),
-        (["--negatives", "n.jsonl"], "`--negatives` has no effect without `--model`"),
         (["--apply_chat_template"], "`--apply_chat_template` has no effect without `--model`"),
         (["--reward_kwargs", '{"negate": true}'], "`--reward_kwargs` has no effect without `--model`"),
         (["--split", "test"], "`--split` has no effect without `--model`"),
@@ -213,27 +190,6 @@ def test_a_template_takes_further_variables(tmp_path, model_dirs, command):
     assert there.prompts == ["the cat", "fish"]  # as a person reads them
     assert tokenizer.decode(there.table["prompt_ids"][0].as_py()) == "the cat bad"
     assert read_header(tmp_path / "t")["settings"]["chat_template_kwargs"] == {"thinking": False}
-
-
-def test_negatives_are_read_with_the_template_too(tmp_path, tokenizer):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    row = {"prompt": [{"role": "user", "content": "the cat"}], "completion": " bad"}
-    (tmp_path / "negatives.jsonl").write_text(json.dumps(row))
-    model = build_model("gpt2", len(tokenizer))
-    found = negative_log_probs(
-        model, tokenizer, tmp_path / "negatives.jsonl", chat_template_kwargs={"thinking": False}
-    )
-    assert list(found.per_prompt) == ["the cat bad"]
-
-
-def test_a_negative_that_is_too_long_is_named(tmp_path, tokenizer):
-    row = {"prompt": "the cat", "completion": " bad" * 40}
-    (tmp_path / "negatives.jsonl").write_text(json.dumps(row))
-    with pytest.raises(
-        ValueError, match=r"that begins ' bad.* has 40 tokens, which with its prompt's 2 exceed .* of 32"
-    ):
-        negative_log_probs(build_model("gpt2", len(tokenizer)), tokenizer, tmp_path / "negatives.jsonl")
 
 
 CODE = """

@@ -1,7 +1,5 @@
 """Conversations that cannot be used: refused in one line with their row, wherever prompts are read, before anything is drawn."""
 
-import json
-
 import pytest
 from datasets import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
@@ -16,7 +14,6 @@ from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.evaluation.gcg.config import GCGConfig
 from trl_repulse.evaluation.gcg.evaluator import evaluate_gcg
 from trl_repulse.evaluation.gcg.prompt import build_prompt
-from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
@@ -223,12 +220,9 @@ class TestEvaluation:
 
     def test_template_variables_are_checked(self, tmp_path, chat_tokenizer):
         model, variables = build_model("gpt2", len(chat_tokenizer)), {"chat_template_kwargs": {"tokenize": True}}
-        path = tmp_path / "negatives.jsonl"
-        path.write_text(json.dumps({"prompt": GOOD, "completion": " bad"}))
         for refused in (
             lambda: GCGConfig(**variables),
             lambda: draw([model], chat_tokenizer, [GOOD], silent, [2], 2, **variables),
-            lambda: negative_log_probs(model, chat_tokenizer, path, **variables),
             lambda: drop_long_prompts(rows_of(GOOD), chat_tokenizer, 9, *variables.values()),
         ):
             with pytest.raises(ValueError, match=SET.format("tokenize")):
@@ -258,17 +252,6 @@ class TestEvaluation:
                 list(drop_long_prompts(data, tokenizer, 9))
             with pytest.raises(ValueError, match="Row 2 of the prompts, with the roles user, user, is refused"):
                 list(drop_long_prompts(data, chat_tokenizer, 9))
-
-    def test_negatives(self, tmp_path, tokenizer, chat_tokenizer):
-        model, path = build_model("gpt2", len(tokenizer)), tmp_path / "negatives.jsonl"
-        for prompt, own, message in (
-            (GOOD, tokenizer, "The prompt in line 1 of .* is a conversation, but the tokenizer has no chat"),
-            ([{"content": "fish"}], chat_tokenizer, "Line 1 of .* has a `prompt` that is neither text nor a list of"),
-            (ANSWERED, chat_tokenizer, "Line 1 of .* ends in a message of the assistant"),
-        ):
-            path.write_text(json.dumps({"prompt": prompt, "completion": " bad"}))
-            with pytest.raises(ValueError, match=message):
-                negative_log_probs(model, own, path)
 
     def test_attacks(self, tmp_path, chat_tokenizer):
         for messages, message in (

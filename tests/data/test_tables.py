@@ -9,7 +9,7 @@ from datasets import Dataset
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.gcg.evaluator import load_table
 from trl_repulse.evaluation.gcg.results import read_results
-from trl_repulse.evaluation.log_probs import check_negatives
+from trl_repulse.evaluation.preferences import read_rewarded
 from trl_repulse.evaluation.records import load_samples
 
 
@@ -187,10 +187,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
     ],
     ids=["deep", "deep prompt", "two prompts", "two contents", "digits"],
 )
-@pytest.mark.parametrize("read", [load_prompts, check_negatives])
+@pytest.mark.parametrize("read", [load_prompts, read_rewarded])
 def test_json_that_would_be_misread(tmp_path, read, row, message):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
+    path.write_text('{"prompt": "a", "completion": "b", "reward": 0.0}\n' + row + "\n")
     with pytest.raises(ValueError, match=message) as error:
         read(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500

@@ -1,7 +1,6 @@
 """What rewards and readers are given of plain prompts: the text that the model wrote, and what the tokenizer adds to it."""
 
 import copy
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +13,10 @@ from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import tokenize_prompts
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data import _texts
-from trl_repulse.data._texts import check_added_tokens, completion_texts, completion_tokens, joins
+from trl_repulse.data._texts import check_added_tokens, completion_texts, joins
 from trl_repulse.evaluation.callback import BeforeAfterCallback, draw_completions
 from trl_repulse.evaluation.gcg import GCGEvaluationConfig, evaluate_gcg
 from trl_repulse.evaluation.gcg.results import read_results
-from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.rare.sampling import draw as draw_rare
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
@@ -154,16 +152,6 @@ def test_a_character_that_is_cut_between_prompt_and_completion():
     assert completion_texts(tokenizer, [begin], [ids[:place]], [ids[place:]]) == ["\u20ac ran"]
 
 
-def test_the_tokens_of_a_stored_completion_follow_its_prompt(sentencepiece):
-    for prompt in PROMPTS:
-        ids = sentencepiece(prompt)["input_ids"]
-        for text in (" the house", "house", "  x", "ning of the", " x"):
-            tokens = completion_tokens(sentencepiece, prompt, text)
-            assert completion_texts(sentencepiece, [prompt], [ids], [tokens]) == [text]
-    words = build_byte_level()
-    assert completion_tokens(words, "the c", "at") == words("at", add_special_tokens=False)["input_ids"]
-
-
 # Where it is read
 
 
@@ -233,20 +221,6 @@ def test_raw_attacks_are_judged_by_what_the_model_wrote(world, tmp_path):
     for phase, asked in (("before", "the cat"), ("after", "the cat" + record["suffix"])):
         known = [text for prompt, text, _ in reward.read if prompt == asked]
         assert record[phase]["responses"] == known and any(text.startswith(" ") for text in known)
-        for text in known:
-            ids = completion_tokens(tokenizer, asked, text)
-            assert asked + text == tokenizer.decode(tokenizer(asked)["input_ids"] + ids, skip_special_tokens=True)
-
-
-def test_negative_data_are_scored_by_the_tokens_that_were_drawn(world, tmp_path):
-    tokenizer, model, _ = world
-    prompt, completion = "the cat", " the house"
-    ids, own = tokenizer(prompt)["input_ids"], tokenizer.convert_tokens_to_ids(["▁the", "▁house"])
-    path = tmp_path / "negatives.jsonl"
-    path.write_text(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
-    logits = model(input_ids=torch.tensor([ids + own])).logits[0, len(ids) - 1 : -1]
-    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(own)[:, None]).sum().item()
-    assert negative_log_probs(model, tokenizer, path).mean == pytest.approx(expected, abs=1e-4)
 
 
 # What the tokenizer adds
@@ -265,8 +239,7 @@ def ending(tokenizer):
 
 def readers(tokenizer, model, tmp_path):
     """What reads plain prompts outside of training, by name."""
-    path, out = tmp_path / "negatives.jsonl", tmp_path / "samples"
-    path.write_text(json.dumps({"prompt": "the cat", "completion": " ran"}) + "\n")
+    out = tmp_path / "samples"
     settings = SamplingSettings(num_samples=2, max_completion_length=2)
     gcg = GCGEvaluationConfig(num_steps=1, search_width=4, num_samples=2, max_new_tokens=2, prompt_format="raw")
     rows = [{"goal": "the cat", "target": "the house"}]
@@ -278,13 +251,12 @@ def readers(tokenizer, model, tmp_path):
         "exact": lambda: ExactEvaluator(tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [5], 1),
         "gcg": lambda: evaluate_gcg(model, tokenizer, rows, Recorder(), gcg, tmp_path / "out"),
         "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 2).complete(PROMPTS, "policy"),
-        "negatives": lambda: negative_log_probs(model, tokenizer, path),
         "rare": lambda: draw_rare([model], tokenizer, PROMPTS, Recorder(), (2,), 2),
         "tracking": lambda: tokenize_prompts(trainer, PROMPTS),
     }
 
 
-@pytest.mark.parametrize("name", ["evaluate", "exact", "gcg", "generator", "negatives", "rare", "tracking"])
+@pytest.mark.parametrize("name", ["evaluate", "exact", "gcg", "generator", "rare", "tracking"])
 def test_a_tokenizer_that_ends_prompts_is_refused(world, tmp_path, name):
     tokenizer, model, _ = world
     with pytest.raises(ValueError, match="set its `add_bos_token = True` and `add_eos_token = False`"):

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
+from trl_repulse import RePULSeGRPOTrainer, RePULSePPOTrainer
 from trl_repulse.engine import trl_bridge as _trl_bridge
 from trl_repulse.engine.second_model import SecondAdapter, SecondModel
 
@@ -22,20 +23,8 @@ from .test_adapters_math import active, lora, weights
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 
-def test_the_reference_pass_leaves_both_adapters_trainable(make):
-    trainer = make(extra={"peft_config": lora()}, beta=0.1, gradient_checkpointing=True)
-    start = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, start[name])}
-    for name in ("default", "proposal"):
-        own = weights(trainer.model, name)
-        assert all(p.requires_grad for p in own.values())
-        assert {key for key in own if "lora_B" in key} <= changed
-    assert all("lora_" in name for name in changed)
-
-
 def test_a_frozen_proposal_is_noticed(make, monkeypatch):
-    """Negative control of the one above: without restoring `requires_grad` the proposal would not move."""
+    """Negative control of the variants below: without restoring `requires_grad` the proposal would not move."""
     monkeypatch.setattr(_trl_bridge, "trainable_kept", lambda model: nullcontext())
     monkeypatch.setattr(SecondAdapter, "gradient_sync", lambda self, sync: nullcontext())
     trainer = make(extra={"peft_config": lora()}, beta=0.1, gradient_checkpointing=True)
@@ -344,26 +333,32 @@ def test_an_adapter_named_as_the_proposals_is_refused(make, tokenizer):
 
 
 VARIANTS = {
+    "no reference": {"beta": 0.0},
+    "reference": {},
     "modules to save": {"peft": {"modules_to_save": ["ln_f"]}},
     "dora": {"peft": {"use_dora": True}},
     "after": {"proposal_update_order": "after"},
     "dpg": {"proposal_loss": "dpg"},
+    "PPO": {"trainer_cls": RePULSePPOTrainer},
+    "PPO, no reference": {"trainer_cls": RePULSePPOTrainer, "beta": 0.0},
+    "GRPO": {"trainer_cls": RePULSeGRPOTrainer},
+    "GRPO, no reference": {"trainer_cls": RePULSeGRPOTrainer, "beta": 0.0},
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_variants_train_both_adapters(make, name, checkpointing):
-    settings = dict(VARIANTS[name])
+def test_both_adapters_are_trained_and_nothing_else(make, name, checkpointing):
+    """The reference pass, which turns adapters off, leaves both trainable."""
+    settings = {"beta": 0.1} | VARIANTS[name]
     config = lora(**settings.pop("peft", {}))
-    trainer = make(extra={"peft_config": config}, beta=0.1, gradient_checkpointing=checkpointing, **settings)
+    trainer = make(extra={"peft_config": config}, gradient_checkpointing=checkpointing, **settings)
     start = {key: p.clone() for key, p in trainer.model.named_parameters()}
     trainer.train()
     changed = {key for key, p in trainer.model.named_parameters() if not torch.equal(p, start[key])}
-    own = {adapter: set(weights(trainer.model, adapter)) for adapter in ("default", "proposal")}
-    assert changed <= own["default"] | own["proposal"]
-    assert changed & own["default"] and changed & own["proposal"]
+    own = weights(trainer.model, "default") | weights(trainer.model, "proposal")
+    assert all(p.requires_grad for p in own.values())
+    assert {key for key in own if "lora_B" in key} <= changed <= own.keys()
 
 
 def test_training_twice_goes_on(make):

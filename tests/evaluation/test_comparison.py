@@ -126,6 +126,7 @@ def test_the_command_compares_each_folder_with_the_first(tmp_path, monkeypatch, 
     for figure, begin in (("figures/bad.svg", b"<?xml"), ("figures/bad.png", b"\x89PNG")):
         assert main(["compare", "before", "after", "later", *flags, "--figure", figure]) == 0
         assert Path(figure).read_bytes().startswith(begin)
+    assert main(["compare", "before", "after", *flags, "--figure", "bad.txt"]) == 1
     out = capsys.readouterr().out
     assert "20 prompts. Intervals are paired" in out
     assert "| quantity | before | after | difference | 95 % interval |" in out

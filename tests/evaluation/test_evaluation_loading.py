@@ -140,25 +140,6 @@ def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, 
     assert message in capsys.readouterr().err and not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("flag", ["divergence", "num_proposal_samples"])
-def test_rare_events_take_no_arguments_of_proposals_without_one(command, capsys, flag):
-    assert command("rare-events", f"--{flag}", 2) == 1
-    assert f"`--{flag}` has no effect without `--proposal`" in capsys.readouterr().err
-
-
-def test_rare_events_say_which_runs_have_a_proposal(command, tmp_path, capsys):
-    (tmp_path / "out").mkdir()
-    assert command("rare-events", "--proposal", tmp_path / "out" / "proposal") == 1
-    error = capsys.readouterr().err
-    assert "only a run with `proposal='learned'` saves one. Leave `--proposal` out" in error and error.count("\n") == 1
-
-
-def test_rare_events_refuse_variables_of_no_template(command, capsys, monkeypatch):
-    monkeypatch.setattr("trl_repulse.rewards.loading.load_reward", None)  # before anything is loaded
-    assert command("rare-events", "--chat_template_kwargs", '{"thinking": false}') == 1
-    assert "`chat_template_kwargs` has no effect on prompts of plain text" in capsys.readouterr().err
-
-
 @pytest.mark.trainer
 @pytest.mark.parametrize(
     ("given", "message"),

@@ -11,20 +11,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from examples.worlds.exact import ExactEvaluator
 from trl_repulse._numbers import with_unit
-from trl_repulse.cli.main import main
-from trl_repulse.evaluation import plots, tails
+from trl_repulse.evaluation import tails
 from trl_repulse.evaluation.callback import TailReportCallback
-from trl_repulse.evaluation.log_probs import negative_log_probs
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.report import _markdown_table, estimates, tail_report
 from trl_repulse.evaluation.tails import Estimate, crossed_interval
 
-from ..conftest import BAD, USE_CPU, build_tokenizer
+from ..conftest import USE_CPU, build_tokenizer
 from ..evaluation_support import sample, write_samples
 
 
@@ -132,34 +128,6 @@ def test_samples_that_do_not_belong_together(tmp_path, changes, message):
         tail_report([load_samples(first), load_samples(third)], quantiles=[0.1])
 
 
-def test_negatives_against_enumeration(tmp_path, model_dirs, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    rows = [("the cat", " bad"), ("the cat", " fish"), ("fish", " bad"), ("the cat", " bad")]
-    lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in rows]
-    (tmp_path / "negatives.jsonl").write_text("\n".join(lines) + "\n")
-    found = negative_log_probs(model, tokenizer, tmp_path / "negatives.jsonl")
-    evaluator = ExactEvaluator(tokenizer, ["the cat", "fish"], lambda t: torch.zeros(len(t)), [BAD], 1)
-    log_p = evaluator.log_probs(model)  # one token: its own probability
-    fish = tokenizer(" fish")["input_ids"][0]
-    cat = [log_p[0, BAD].item(), log_p[0, fish].item()]
-    assert (found.count, found.per_prompt["the cat"]["count"]) == (3, 2)
-    assert found.mean == pytest.approx((sum(cat) + log_p[1, BAD].item()) / 3, abs=1e-5)
-    per_prompt = [math.log(sum(map(math.exp, cat))), log_p[1, BAD].item()]
-    assert found.per_prompt["the cat"]["logsumexp"] == pytest.approx(per_prompt[0], abs=1e-5)
-    assert found.logsumexp == pytest.approx(math.log(sum(map(math.exp, per_prompt)) / 2), abs=1e-5)
-
-
-def test_every_completion_begins_with_an_empty_one(tmp_path, model_dirs, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    found = {}
-    for name, texts in (("without", [" bad", " fish"]), ("with", [" bad", "", " fish"])):
-        rows = [json.dumps({"prompt": "the cat", "completion": text}) for text in texts]
-        rows += [json.dumps({"prompt": "fish", "completion": ""})] * (name == "with")
-        (tmp_path / name).write_text("\n".join(rows))
-        found[name] = negative_log_probs(model, tokenizer, tmp_path / name)
-    assert found["with"] == dataclasses.replace(found["without"], empty=2)
-
-
 def test_a_sample_without_a_return_costs_the_mean_of_it_alone(tmp_path):
     values = np.random.default_rng(0).normal(size=(2, 50))
     values[0, 0] = math.nan
@@ -224,29 +192,6 @@ def test_ends_without_bounds_in_words():
     assert rows == ["no interval", "at most 2", "at least 1", "1 to 2"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "no file"),
-        ("", "is empty"),
-        ('{"prompt": "a"}', "Line 1"),
-        (
-            '{"prompt": "a", "completion": " bad"}\n{"prompt": null, "completion": "b"}',
-            "Line 2 .*n.jsonl. has an empty",
-        ),
-        ('{"prompt": "a", "completion": [{"role": "assistant", "content": null}]}', "Line 1 .*`completion` is None"),
-        ('{"prompt": "a", "completion": 3}', "Line 1"),
-        ('{"prompt": "a", "completion": ""}', "empty completions only"),
-    ],
-)
-def test_negatives_that_are_refused(tmp_path, model_dirs, tokenizer, text, message):
-    if text is not None:
-        (tmp_path / "n.jsonl").write_text(text)
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
-    with pytest.raises(ValueError, match=message):
-        negative_log_probs(model, tokenizer, tmp_path / "n.jsonl")
-
-
 @pytest.mark.trainer
 def test_callback_reports_and_leaves_training_alone(make, prompts):
     plain = make(max_steps=3)
@@ -289,30 +234,3 @@ def test_example(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     low, high = map(float, re.search(r"P\(r < -5\) \| \S+ \| (\S+) to (\S+)", out).groups())
     assert low < float(re.search(r"P\(r < -5\) = (\S+),", out)[1]) < high
-
-
-def test_the_figure_shows_every_sample_and_the_thresholds(tmp_path, monkeypatch, capsys):
-    first, second = np.linspace(-6.0, 3.0, 400).reshape(4, 100), np.linspace(0.0, 1.0, 400).reshape(4, 100)
-    folders = [str(write_samples(tmp_path / name, values, name)) for name, values in (("a", first), ("b", second))]
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append((figure, path)))
-    file = tmp_path / "figures" / "rewards.svg"
-    assert main(["evaluate", *folders, "--thresholds", "-4", "--figure", str(file)]) == 0
-    (_, path), (panel,) = drawn[0], drawn[0][0].axes
-    assert path == file and panel.get_yscale() == "log"
-    labels = [f"{folders[0]}: {np.mean(first < -4):.3g} under -4", f"{folders[1]}: 0 under -4"]
-    assert [patch.get_label() for patch in panel.patches] == labels
-    for patch, values in zip(panel.patches, (first, second), strict=True):
-        shares, edges, _ = patch.get_data()
-        there = shares > panel.get_ylim()[0]  # the others are empty, and drawn at the bottom
-        assert shares[there].sum() == pytest.approx(1.0)
-        assert edges[:-1][there].min() <= values.min() and edges[1:][there].max() >= values.max()
-    assert [line.get_xdata()[0] for line in panel.lines] == [-4.0]
-    capsys.readouterr()
-    assert main(["evaluate", folders[0], "--figure", str(tmp_path / "rewards.txt")]) == 1
-    assert "`--figure" in capsys.readouterr().err and not drawn[1:]
-
-
-def test_a_figure_of_missing_rewards_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="all are missing"):
-        plots.plot_rewards({"a": np.array([np.nan])}, tmp_path / "rewards.png")

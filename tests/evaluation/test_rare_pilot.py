@@ -294,23 +294,42 @@ def test_command(command, tmp_path, capsys):
         assert report["prob_bad"][0]["diagnostics"]["normalization_error"] < 4
 
 
+PROPOSAL = ["--proposal", "x"]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (["--threshold"], "Nothing is asked for"),
         (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 10 components; give at least 90"),
-        (["--proposal", "x", "--num_proposal_samples", "0"], "is plain sampling; leave out `--proposal`"),
-        (["--proposal", "x", "y", "x"], "names a proposal twice"),
         (["--num_samples", "1", "--num_proposal_samples", "0"], "`--num_samples 1` must be 0, or at least 2"),
         (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),
+        (["--divergence", "2"], "`--divergence` has no effect without `--proposal`"),
+        (["--num_proposal_samples", "2"], "`--num_proposal_samples` has no effect without `--proposal`"),
+        ([*PROPOSAL, "--num_proposal_samples", "0"], "is plain sampling; leave out `--proposal`"),
+        ([*PROPOSAL, "--num_proposal_samples", "1"], "`--num_proposal_samples 1` must be 0, or at least 2"),
+        ([*PROPOSAL, "--divergence", "-1"], "`--divergence -1` must be 0"),
+        ([*PROPOSAL, "y", "x"], "names a proposal twice"),
+        (["--proposal", "out/proposal"], "only a run with `proposal='learned'` saves one. Leave `--proposal` out"),
+        (["--batch_size", "0"], "`batch_size=0` must be at least 1"),
+        (["--level", "2"], "`level=2.0`"),
+        (["--threshold", "nan"], "`--threshold nan`"),
+        (["--forecast", "0"], "`--forecast 0`"),
+        (["--forecast", "1e6", "--num_samples", "0"], "set `--num_samples` above 0"),
+        (["--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
+        (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` has no effect on prompts of plain text"),
     ],
 )
-def test_command_refuses(command, capsys, monkeypatch, change, message):
-    def load(*_, **__):
-        raise AssertionError("loaded first")
-
-    monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
-    assert main([*command, *change]) == 1
-    assert message in capsys.readouterr().err
+def test_command_refuses(command, tmp_path, capsys, monkeypatch, change, message):
+    """Before anything is loaded, in one line."""
+    monkeypatch.setattr("trl_repulse.models._loading.load_model", None)
+    monkeypatch.setattr("trl_repulse.rewards.loading.load_reward", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    command = command[: command.index("--threshold")] if change == ["--threshold"] else [*command, *change]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_a_forecast_alone_samples_the_policy(command, tmp_path, capsys):

@@ -144,29 +144,6 @@ def leaves(value, path=()):
         yield str(path), 0.0 if isinstance(value, str) or value is None else float(value)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ([], "Nothing is asked for"),
-        (["--threshold", "0", "--num_proposal_samples", "1"], "at least 2"),
-        (["--threshold", "0", "--divergence", "-1"], "`--divergence -1`"),
-        (["--threshold", "0", "--batch_size", "0"], "`batch_size=0` must be at least 1"),
-        (["--level", "2"], "`level=2.0`"),
-        (["--threshold", "nan"], "`--threshold nan`"),
-        (["--forecast", "0"], "`--forecast 0`"),
-        (["--forecast", "1e6", "--num_samples", "0"], "set `--num_samples` above 0"),
-        (["--threshold", "0", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
-    ],
-)
-def test_command_refuses(command, capsys, monkeypatch, change, message):
-    def load(*_, **__):
-        raise AssertionError("loaded first")
-
-    monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
-    assert main([*command, *change]) == 1
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.thorough
 @pytest.mark.trainer
 def test_example(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import json
 import math
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from examples.worlds import two_tokens
 from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import BadTokenTrackingCallback, ExactTrackingCallback
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
+from trl_repulse.evaluation import tracking as tracking_module
 from trl_repulse.evaluation.plots import logged_panels, plot_training
 from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
 
@@ -109,16 +110,6 @@ def test_history(tmp_path, evaluator):
     assert history[-1]["policy"] != history[-1]["proposal"]
 
 
-def test_history_without_a_proposal(tmp_path, evaluator):
-    trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
-    tracking = ExactTrackingCallback(evaluator, trainer, every=2)
-    trainer.add_callback(tracking)
-    trainer.train()
-    assert [entry["update"] for entry in tracking.history] == [0, 2]
-    assert [entry["samples"] for entry in tracking.history] == [0, 16]
-    assert all(entry["proposal"] is None for entry in tracking.history)
-
-
 def test_a_second_run_starts_anew(tmp_path, evaluator):
     """In micro-batches too."""
     trainer = make_trainer(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
@@ -144,23 +135,23 @@ def test_tracking_leaves_the_run_alone(tmp_path, evaluator):
 
 
 def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
+    """On a clock that an evaluation moves by 100 s and a step by one."""
+    now, evaluate = [0.0], evaluator.evaluate
+
+    def moves(seconds, function=lambda *_: None):
+        return lambda *args: now.__setitem__(0, now[0] + seconds) or function(*args)
+
+    monkeypatch.setattr(tracking_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(evaluator, "evaluate", moves(100.0, evaluate))
     trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
+    monkeypatch.setattr(trainer, "training_step", moves(1.0, trainer.training_step))
     tracking = ExactTrackingCallback(evaluator, trainer, every=1)
-    evaluate, pause = evaluator.evaluate, 0.2
-
-    def slow(model):
-        time.sleep(pause)
-        return evaluate(model)
-
-    monkeypatch.setattr(evaluator, "evaluate", slow)
     trainer.add_callback(tracking)
-    start = time.perf_counter()
     trainer.train()
-    elapsed = time.perf_counter() - start
-    assert 0 < tracking.seconds <= elapsed - 4 * pause  # at the start, after each update, at the end
-    stopped = tracking.seconds
-    time.sleep(0.01)
-    assert tracking.seconds == stopped
+    assert [entry["seconds"] for entry in tracking.history] == [0.0, 1.0, 2.0] and now[0] == 402.0
+    assert all(entry["proposal"] is None for entry in tracking.history)  # of REINFORCE
+    now[0] += 5.0
+    assert tracking.seconds == 2.0  # it has stopped
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """RePULSeTrainer as a user meets it: directions, passes, logs, files, resume, what would be uploaded."""
 
+import itertools
 import shutil
 from collections import Counter
 
@@ -14,6 +15,8 @@ from trl_repulse.engine.scoring import Wanted
 from trl_repulse.engine.units import EXTRA, Units
 
 from ..conftest import BAD, build_model, same_parameters
+from ..engine.test_adapters_math import lora
+from .test_repulse_ppo_trainer import KINDS
 
 
 pytestmark = pytest.mark.trainer
@@ -226,17 +229,23 @@ def test_evaluation_loop(make, prompts):
     trainer.train()
 
 
-@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, PPOTrainer])
-def test_gradient_checkpointing_changes_nothing(make, trainer_cls):
+ON_OTHERS = itertools.product([RePULSePPOTrainer, RePULSeGRPOTrainer], [*KINDS, "adapters"])
+
+
+@pytest.mark.parametrize(
+    ("trainer_cls", "kind"),
+    [(RePULSeTrainer, "proposal"), (PPOTrainer, "value model")]
+    + [pytest.param(*case, marks=pytest.mark.thorough) for case in ON_OTHERS],
+)
+def test_gradient_checkpointing_changes_nothing(make, trainer_cls, kind):
     ends = []
     for checkpointing in (False, True):
-        trainer = make(trainer_cls, gradient_checkpointing=checkpointing, beta=0.1)
+        extra = {"peft_config": lora(init_lora_weights=False)} if kind == "adapters" else {}
+        trainer = make(trainer_cls, extra=extra, gradient_checkpointing=checkpointing, beta=0.1, **KINDS.get(kind, {}))
         trainer.train()
-        (second,) = trainer.second_models.values()
-        ends.append((trainer.model, second.module))
-    for plain, checkpointed in zip(*ends, strict=True):
-        for p, q in zip(plain.parameters(), checkpointed.parameters(), strict=True):
-            torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+        modules = trainer.model, *(second.module for second in trainer.second_models.values())
+        ends.append([p for module in modules for p in module.parameters()])
+    torch.testing.assert_close(*ends, atol=1e-6, rtol=1e-5)
 
 
 class FailsOnce(TrainerCallback):

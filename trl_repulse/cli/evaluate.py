@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._numbers import plain, with_unit
+from .._numbers import with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import SHARED, add_options, add_prompts, add_reward, named_prompts, parse_object
 
@@ -67,15 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
     add_options(reading, "partial")
-    reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
     reading.add_argument(
         "--labels",
         metavar="FILE",
         type=Path,
         help="labelled completions (see `audit`), for P(truly bad); of one model",
-    )
-    reading.add_argument(
-        "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
     add_options(reading, "inspect_log")
     add_card(reading)
@@ -95,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
+def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any]:
     """
-    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, the
-    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.log_probs.NegativeLogProbs`] or `None`.
+    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
+    [`~trl_repulse.evaluation.report.TailReport`].
     """
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
@@ -107,8 +103,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         _sample(args)
     samples = [load_samples(folder, args.partial) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
-    report = tail_report(samples, *options)
-    return samples, report, None if args.negatives is None else _score_negatives(args)
+    return samples, tail_report(samples, *options)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -129,7 +124,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--labels` are of one folder that is stored; leave out `--model` and other folders.")
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is None:
-        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", "engine_kwargs")
+        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "engine_kwargs")
         unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
         unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
         unset |= {"split": "train", "prompt_column": "prompt"}
@@ -150,11 +145,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace) -> None:
-    from ..evaluation.log_probs import check_negatives
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
-    if args.negatives is not None:
-        check_negatives(args.negatives)
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "reward_weights" in given:
         given["reward_weights"] = tuple(given["reward_weights"])
@@ -195,21 +187,6 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     return loaded
 
 
-def _score_negatives(args: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from ..evaluation._generation import process_state
-    from ..evaluation.log_probs import negative_log_probs
-    from ..models._loading import load_with_tokenizer
-
-    given = vars(args)
-    options = {"dtype": "auto"} | {name: given[name] for name in ("revision", "dtype") if name in given}
-    options["trust_remote_code"] = args.trust_remote_code
-    loaded = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", process_state().device, **options)
-    options = {name: given[name] for name in ("batch_size", "chat_template_kwargs") if name in given}
-    return negative_log_probs(*loaded, args.negatives, **options)
-
-
 def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
     """Writes answers for Inspect's viewer, by the name of the folder or attack, with P(bad) under the first threshold."""
     from ..evaluation.inspect import write_inspect_log
@@ -231,7 +208,7 @@ def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
     return audit
 
 
-def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
+def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
     from ..evaluation.records import write_report
 
@@ -239,22 +216,10 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives:
     content, text = report.to_dict(), report.to_markdown(args.per_prompt)
     if audit is not None:
         content["audit"], text = audit.to_dict(), "\n".join([text, "", *audit.notes()])
-    if negatives is not None:
-        content["negatives"] = vars(negatives)
-        text += (
-            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {plain(negatives.mean)}, "
-            f"log-sum-exp {plain(negatives.logsumexp)} nats"
-        )
     for folder, each in zip(args.folders, samples, strict=True):
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
     write_report(args.output, content | {"folders": args.folders})
-    if args.figure is not None:
-        from ..evaluation.plots import plot_rewards
-
-        folders = map(str, args.folders)
-        columns = {name: each.column(args.column).ravel() for name, each in zip(folders, samples, strict=True)}
-        plot_rewards(columns, args.figure, args.thresholds, args.column)
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, args.thresholds)
     print(text)

@@ -57,21 +57,6 @@ def completion_texts(
     ]
 
 
-def completion_tokens(tokenizer: PreTrainedTokenizerBase, prompt: Any, text: str) -> list[int]:
-    """Tokens of a completion's text after a prompt: the inverse of [`completion_texts`], as far as there is one."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    if isinstance(prompt, str) and not joins(tokenizer):
-        # Alone, SentencePiece adds a space to the text; after the prompt, tokens may merge across the boundary
-        for before in (prompt, "\n"):
-            begin, whole = encode(before), encode(before + text)
-            if whole[: len(begin)] == begin:
-                return whole[len(begin) :]
-    return encode(text)
-
-
 def check_added_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], prompt_ids: Sequence[Sequence[int]] | None = None
 ) -> None:

@@ -89,16 +89,6 @@ def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[
         )
 
 
-def prompt_text(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Prompt,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    where: str = "A prompt",
-) -> str:
-    """A prompt as the model reads it, by the chat template if it is messages; `where` names it in an error."""
-    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, where, chat_template_kwargs)
-
-
 def prompt_tokens(
     tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:

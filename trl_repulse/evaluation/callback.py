@@ -212,7 +212,7 @@ def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> Non
 
 
 def _required(function: Any) -> list[str]:
-    """Parameters without a default of a reward function's own signature."""
+    """Names of the parameters without a default of a reward function; none of a model, or if it has no signature."""
     if isinstance(function, FunctionReward):
         return [] if function._queries else sorted(function._required)
     if isinstance(function, nn.Module):

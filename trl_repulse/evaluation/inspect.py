@@ -67,7 +67,7 @@ def _rewards(scores: list[SampleScore]) -> np.ndarray:
 
 
 def _values(name: str, estimate: tails.Estimate) -> dict[str, float]:
-    """An estimate and the ends of its interval; one that the samples give no bound for is missing."""
+    """Metrics of an estimate: `name`, and `name_low` and `name_high` where the end of the interval is finite."""
     ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
 
@@ -296,7 +296,8 @@ def write_answers(
 
 def write_training_log(path: str | Path, output_dir: str | Path) -> None:
     """
-    Writes the completions that a run with `log_completions=True` has stored, as [`write_inspect_log`]. Those without a reward are left out.
+    Writes the completions that a run with `log_completions=True` has stored in its folder `output_dir` to the `.eval` file `path`, as
+    [`write_inspect_log`]. Those without a reward are left out.
 
     Raises:
         `ValueError`: If there are none.

@@ -1,16 +1,15 @@
 """Figures of training runs and evaluations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from .._numbers import is_bad, kl_per_completion
+from .._numbers import kl_per_completion
 from .comparison import Comparison
 
 
@@ -31,7 +30,6 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
 _LOGARITHMIC = {"Bad samples", "Estimated P(bad)"}  # 0 is not drawn
 # Title, unit and horizontal axis of a panel, and the points of each model
 _Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
-_COLOURS = "#c8502d #1f5fa8 #3f8f4f #7b52a1 #8a6d1f #2b8c99 #555555 #d68fb0 #111111 #9bbf3b".split()
 INK, _FAINT = "#333333", "#dddddd"
 
 
@@ -131,34 +129,6 @@ def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str
     _tidy(panel, axis, unit)
 
 
-def plot_rewards(
-    rewards: Mapping[str, np.ndarray], path: str | Path, thresholds: Sequence[float] = (), label: str = "reward"
-) -> None:
-    """Draws a histogram of each model's finite rewards on a logarithmic axis, so that a rare tail is visible. The
-    thresholds η are marked, and the legend has each model's share of samples below them. Raises `ValueError` if no
-    model has a finite reward."""
-    known = {name: values[np.isfinite(values)] for name, values in rewards.items()}
-    known = {name: values for name, values in known.items() if values.size}
-    if not known:
-        raise ValueError("There is no reward to draw: all are missing.")
-    edges = np.histogram_bin_edges(np.concatenate(list(known.values())), bins=50)
-    floor = 0.5 / max(values.size for values in known.values())  # under the share of a single sample
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    panel = figure.subplots()
-    for i, (name, values) in enumerate(known.items()):
-        under = ", ".join(f"{is_bad(values, eta).mean():.3g} under {eta:g}" for eta in thresholds)
-        shares = np.histogram(values, edges)[0] / values.size
-        line = {"color": _COLOURS[i % len(_COLOURS)], "linewidth": 1.8, "baseline": None}
-        panel.stairs(np.maximum(shares, floor), edges, label=f"{name}: {under}" if under else name, **line)
-    for threshold in thresholds:
-        panel.axvline(threshold, color="#999999", linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
-    panel.set_yscale("log")
-    panel.set_ylim(bottom=floor)
-    _tidy(panel, label, "share of samples")
-    figure.legend(loc="outside upper left", frameon=False, fontsize=9, labelcolor=INK)
-    _save(figure, path)
-
-
 def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None:
     """Draws P(r < η) of each model, and the differences to the first one with their paired intervals, a row for each η."""
     first = comparisons[0]
@@ -168,10 +138,10 @@ def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None
     for (shares, changes), name in zip(panels, names, strict=True):
         models = [first.names[0], *(each.names[1] for each in comparisons)]
         found = [each.differences[name] for each in comparisons]
-        shares.barh(models, [found[0].first, *(each.second for each in found)], color=_COLOURS[1], height=0.5)
+        shares.barh(models, [found[0].first, *(each.second for each in found)], color=MODELS["policy"][1], height=0.5)
         for model, each in zip(models[1:], found, strict=True):
-            changes.plot([each.low, each.high], [model, model], color=_COLOURS[0], linewidth=2.0)
-            changes.plot(each.value, model, "o", color=_COLOURS[0], markersize=5)
+            changes.plot([each.low, each.high], [model, model], color=MODELS["proposal"][1], linewidth=2.0)
+            changes.plot(each.value, model, "o", color=MODELS["proposal"][1], markersize=5)
         changes.axvline(0, color="#999999", linewidth=1.2, zorder=0)
         _tidy(shares, name, "")
         _tidy(changes, f"difference to {models[0]}, {100 * first.confidence:g} % interval", "")

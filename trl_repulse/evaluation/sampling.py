@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ..configs._checks import check_choices, require, require_at_least, require_finite
 from ..data._checks import as_dataset, check_prompt_lengths
-from ..data._prompts import check_template_variables, dated, warn_of_template
+from ..data._prompts import check_template_variables, dated, render, warn_of_template
 from ..data._texts import completion_texts
 from ..generation._probe import probe_shared
 from ..models._loading import check_reference, load_model, load_tokenizer
@@ -37,7 +37,6 @@ from ._generation import (
     end_tokens,
     evaluate_rewards,
     process_state,
-    prompt_text,
     prompt_tokens,
     transformers_engine,
     vllm_engine,
@@ -314,7 +313,13 @@ def _shard_table(
         "prompt_index": pa.array([prompt for prompt, _ in places], pa.int32()),
         "sample_index": pa.array([sample for _, sample in places], pa.int32()),
         "prompt": pa.array(
-            [prompt_text(tokenizer, prompt, settings.chat_template_kwargs) for prompt in prompts], pa.string()
+            [
+                prompt
+                if isinstance(prompt, str)
+                else render(tokenizer, prompt, "A prompt", settings.chat_template_kwargs)
+                for prompt in prompts
+            ],
+            pa.string(),
         ),
         "prompt_ids": pa.array(prompt_ids, pa.list_(pa.int32())),
         "completion": pa.array(texts, pa.string()),

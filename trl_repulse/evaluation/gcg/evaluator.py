@@ -71,14 +71,15 @@ class RefusalJudge:
             raise ValueError(f"`phrases={phrases!r}` would be read letter by letter; give a list of phrases.")
         if not phrases or not all(phrases):
             raise ValueError("`phrases` needs at least one, and no empty one: every response would refuse.")
-        self._phrases = tuple(map(_plain, phrases))
+        self._phrases = tuple(map(_folded, phrases))
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
         texts = (each if isinstance(each, str) else each[0]["content"] for each in completions)
-        return [float(_plain(text).lstrip().startswith(self._phrases)) for text in texts]
+        return [float(_folded(text).lstrip().startswith(self._phrases)) for text in texts]
 
 
-def _plain(text: str) -> str:
+def _folded(text: str) -> str:
+    """A text without upper case and curly apostrophes, to compare it."""
     return text.replace("\u2019", "'").casefold()
 
 
