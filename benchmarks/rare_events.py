@@ -36,7 +36,6 @@ from examples.worlds import two_tokens
 from examples.worlds.log_z_bounds import LogZBounds, enumeration_sample, log_z_bounds
 from trl_repulse.evaluation.rare.components import Component
 from trl_repulse.evaluation.rare.estimates import RareEstimate, cvar, prob_bad
-from trl_repulse.evaluation.rare.forecast import back_test, forecast_largest
 from trl_repulse.evaluation.rare.mixture import MixtureSample, stratified_mean
 from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 
@@ -300,36 +299,6 @@ def cvar_error(tables: Tables, repetitions: int) -> None:
     table(header, rows)
 
 
-def forecast(tables: Tables, repetitions: int) -> None:
-    print(f"### Forecasts, {repetitions:,} repetitions of 4,000 samples\n")
-    generator, rows = torch.Generator().manual_seed(0), []
-    rewards, order = tables["rewards"].flatten().sort()
-    lowest_mass = (tables["policy"].exp().flatten() / len(tables["policy"]))[order].cumsum(dim=0)
-
-    def lowest(survival: torch.Tensor) -> torch.Tensor:  # a score as the function of the probability above it
-        return -rewards[torch.searchsorted(lowest_mass, survival).clamp(max=len(rewards) - 1)]
-
-    for name, score in (
-        ("exponential", lambda survival: -survival.log()),
-        ("Gumbel", lambda survival: -(-torch.log1p(-survival)).log()),
-        ("normal", lambda survival: -torch.special.ndtri(survival)),
-        ("power law, P(score > x) = x⁻²", lambda survival: survival**-0.5),
-        ("−r of the policy in the world of two tokens", lowest),
-    ):
-        sizes, held, covered, reliable = (10**4, 10**6, 10**9), [0, 0, 0], 0.0, 0
-        for seed in range(repetitions):
-            scores = score(torch.rand(4000, generator=generator, dtype=torch.float64))
-            chance = -torch.rand(3, generator=generator, dtype=torch.float64).log()
-            for i, found in enumerate(forecast_largest(scores, sizes, seed=seed)):
-                held[i] += found.low <= float(score(chance[i] / found.size)) <= found.high
-            test = back_test(scores, seed=seed)
-            covered, reliable = covered + test.covered, reliable + test.reliable
-        shares = (*held, covered, repetitions - reliable)
-        rows.append((name, *(f"{share / repetitions:.1%}" for share in shares)))
-    header = ("scores", *(f"largest of 10^{exponent}" for exponent in (4, 6, 9)), "back-test", "said unreliable")
-    table(header, rows)
-
-
 def real(tables: Tables, folder: Path) -> None:
     print("### With real draws of the models\n")
     models, rows = load_models(folder), []
@@ -371,7 +340,7 @@ def real(tables: Tables, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = {"coverage": coverage, "intervals": intervals, "variance": variance, "verdict": verdict}
-    parts |= {"bounds": bounds, "cvar": cvar_error, "forecast": forecast}
+    parts |= {"bounds": bounds, "cvar": cvar_error}
     parser.add_argument("--output_dir", type=Path, default=Path("runs/rare"))
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--only", nargs="+", choices=[*parts, "real"], default=[*parts, "real"])

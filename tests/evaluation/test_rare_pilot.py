@@ -314,8 +314,6 @@ PROPOSAL = ["--proposal", "x"]
         (["--batch_size", "0"], "`batch_size=0` must be at least 1"),
         (["--level", "2"], "`level=2.0`"),
         (["--threshold", "nan"], "`--threshold nan`"),
-        (["--forecast", "0"], "`--forecast 0`"),
-        (["--forecast", "1e6", "--num_samples", "0"], "set `--num_samples` above 0"),
         (["--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
         (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` has no effect on prompts of plain text"),
     ],
@@ -330,15 +328,6 @@ def test_command_refuses(command, tmp_path, capsys, monkeypatch, change, message
     assert main(command) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_a_forecast_alone_samples_the_policy(command, tmp_path, capsys):
-    place = command.index("--threshold")
-    alone = [*command[:place], *command[place + 2 :], "--forecast", "1e6"]
-    assert main([*alone, "--num_samples", "400"]) == 0
-    assert json.loads((tmp_path / "report.json").read_text())["counts"] == [400]
-    assert main([*alone, "--reference", "x"]) == 1
-    assert "`--forecast` alone needs no `--reference`" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -52,14 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad"
     )
     estimates.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
-    estimates.add_argument(
-        "--forecast",
-        metavar="N",
-        type=_count,
-        nargs="+",
-        default=[],
-        help="completions to extrapolate the lowest reward to",
-    )
     add_options(estimates, "confidence", "output")
     estimates.add_argument(
         "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
@@ -98,8 +90,8 @@ def _check(args: argparse.Namespace) -> None:
     del args.model
     if args.policy is None:
         raise ValueError("No model is named; give a POLICY, or `--model_name_or_path`.")
-    if not (args.threshold or args.level or args.forecast):
-        raise ValueError("Nothing is asked for; give a `--threshold`, a `--level` or a `--forecast`.")
+    if not (args.threshold or args.level):
+        raise ValueError("Nothing is asked for; give a `--threshold` or a `--level`.")
     for name in args.proposal:
         folder = Path(name)
         if folder.name == "proposal" and folder.parent.is_dir() and not folder.exists():
@@ -130,25 +122,14 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"`--{name} {value}` must be 0, or at least 2.")
     for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
         check_share(name, value)
-    for name, values in (("threshold", args.threshold), ("forecast", args.forecast)):
-        for value in values:
-            if not math.isfinite(value) or (name == "forecast" and value < 1):
-                raise ValueError(
-                    f"`--{name} {value:g}` must be a {'count from 1 up' if name == 'forecast' else 'number'}."
-                )
-    if args.forecast and not args.num_samples:
-        raise ValueError("`--forecast` rests on the policy's own draws; set `--num_samples` above 0.")
+    for threshold in args.threshold:
+        if not math.isfinite(threshold):
+            raise ValueError(f"`--threshold {threshold:g}` must be a number.")
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
     if args.labels is not None:
         read_rows(args.labels)
     if args.samples is not None:
         check_output(args.samples, "--samples")
-    if not (args.threshold or args.level) and args.num_proposal_samples is None:
-        args.num_proposal_samples = 0  # a forecast reads the policy's own completions alone
-        if args.reference is not None or args.proposal:
-            raise ValueError(
-                "`--forecast` alone needs no `--reference` or `--proposal`; leave them out, or give a `--threshold`."
-            )
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
     else:
@@ -228,16 +209,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         except ValueError as error:  # the draws are not lost
             note = f"`--labels` is left out: {error} `trl-repulse audit SAMPLES LABELS` needs no equal draws."
             print(f"trl-repulse rare-events: {note}", file=sys.stderr)
-    report = rare_event_report(draws.sample, args.threshold, args.level, args.forecast, args.confidence)
+    report = rare_event_report(draws.sample, args.threshold, args.level, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
     return {"settings": settings, "components": names, "audit": audit, **report}
-
-
-def _count(value: str) -> int:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise argparse.ArgumentTypeError(f"{value!r} is no whole number")
-    return int(number)

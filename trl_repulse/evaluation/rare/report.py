@@ -12,7 +12,6 @@ from ..._numbers import plain
 from ..report import text_table
 from .components import Component
 from .estimates import RareEstimate, cvar, prob_bad
-from .forecast import NoForecastError, back_test, forecast_largest
 from .mixture import MixtureSample
 from .sampling import draw, find_temperature
 
@@ -24,18 +23,15 @@ def rare_event_report(
     sample: MixtureSample,
     thresholds: Sequence[float] = (),
     levels: Sequence[float] = (),
-    forecast_sizes: Sequence[int] = (),
     confidence: float = 0.95,
 ) -> dict[str, Any]:
     """
-    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt, and a forecast of the lowest
-    reward among so many completions of the policy.
+    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt.
 
     Returns:
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the
         fields of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each
-        prompt. With `forecast_sizes` also `forecast`, with `lowest`, `back_test`, `reliable` and `reasons`, or only
-        `refused`, the reason.
+        prompt.
     """
     report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
     report["confidence"] = confidence
@@ -45,8 +41,6 @@ def rare_event_report(
         for point in points:
             overall, *each = (_entry(function(part, point, confidence)) for part in (sample, *prompts))
             entries.append({name: point, **overall, "per_prompt": each})
-    if forecast_sizes:
-        report["forecast"] = _forecast(sample, forecast_sizes, confidence)
     return report
 
 
@@ -77,21 +71,7 @@ def format_report(report: dict[str, Any]) -> str:
                     notes[-1] += f": between {plain(low)} and {plain(high)}, whatever the other components miss"
                 notes += [f"  why   {reason}" for reason in entry["reasons"]]
                 notes += [f"  next  {step}" for step in entry["next_steps"]]
-    lines = [*_drawn(report), *text_table(rows), *notes]
-    if "refused" in report.get("forecast", {}):
-        lines += ["", f"No forecast: {report['forecast']['refused']}"]
-    elif "forecast" in report:
-        test = report["forecast"]["back_test"]
-        lines += ["", "Extrapolated, not measured: the lowest reward among so many completions of the policy"]
-        lines += [
-            f"{entry['size']:>15,}  {plain(entry['median'])} ({plain(entry['low'])} to {plain(entry['high'])})"
-            for entry in report["forecast"]["lowest"]
-        ]
-        lines.append(
-            f"Back-test, from a tenth of the completions to the others: {test['covered']:.0%} of intervals held."
-        )
-        lines += [f"UNRELIABLE: {reason}" for reason in report["forecast"]["reasons"]]
-    return "\n".join(lines)
+    return "\n".join([*_drawn(report), *text_table(rows), *notes])
 
 
 def _drawn(report: dict[str, Any]) -> list[str]:
@@ -112,26 +92,6 @@ def _entry(estimate: RareEstimate) -> dict[str, Any]:
         "reasons": list(estimate.reasons),
         "next_steps": list(estimate.next_steps),
         "diagnostics": vars(estimate.diagnostics),
-    }
-
-
-def _forecast(sample: MixtureSample, sizes: Sequence[int], confidence: float) -> dict[str, Any]:
-    """Lowest rewards among so many draws from the policy, over all prompts; scores are negated rewards."""
-    scores = -sample.rewards[:, : sample.counts[0]].flatten()
-    try:
-        forecasts = forecast_largest(scores, sizes, confidence=confidence)
-        test = back_test(scores, confidence=confidence)
-    except NoForecastError as error:  # the estimates are still useful
-        return {"refused": str(error)}
-    lowest = [
-        {"size": f.size, "median": -f.median, "low": -f.high, "high": -f.low, "extrapolation": f.extrapolation}
-        for f in forecasts
-    ]
-    return {
-        "lowest": lowest,
-        "back_test": {"covered": test.covered, "blocks": len(test.observed)},
-        "reliable": test.reliable,
-        "reasons": list(test.reasons),
     }
 
 
