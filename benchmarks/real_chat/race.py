@@ -8,7 +8,7 @@ Trains and evaluates methods on the world "real chat" within a number of minutes
     python -m benchmarks.real_chat.race --store benchmarks/real_chat/results.json --table # of what has been kept
 
 All methods begin with the same policy and draw the same number of completions, from as many prompts, at one learning rate and KL
-coefficient. With `--minutes`, REINFORCE trains for a share of the time, the others draw as many completions as it did, and the number
+coefficient if their names do not say otherwise. With `--minutes`, REINFORCE trains for a share of the time, the others draw as many completions as it did, and the number
 of held-out samples is what the rest of the time allows, by the speed of the first ones; stages that cannot end in time are left out.
 With `--seconds`, each run trains for as long as the others instead, in CPU seconds of its process where there is no accelerator.
 Each stage writes its folder and is not repeated: called again, the command continues. The judge of the held-out samples is that of
@@ -42,7 +42,9 @@ ON_ACCELERATOR = torch.accelerator.is_available()
 # Completions of an update. A pass over few rows takes an accelerator as long as one over many
 BATCH = 500 if ON_ACCELERATOR else 100
 BAD = {"bad_reward_threshold": -2.0}
-# Trainer, and fields of its configuration. Those that draw from a proposal too take fewer prompts
+# Low rewards count more, as in the published baselines with a transform
+EXPONENTIAL = {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3}
+# Trainer, and fields of its configuration in place of those that all have. Those that draw from a proposal too take fewer prompts
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE": ("reinforce", {}),
     "RePULSe": ("repulse", BAD),
@@ -55,6 +57,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
     "CVaR 0.2": ("reinforce", {"cvar_level": 0.2}),
     "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
+    "REINFORCE, rate 6e-5": ("reinforce", {"learning_rate": 6e-5}),
+    "REINFORCE, rate 1e-4": ("reinforce", {"learning_rate": 1e-4}),
+    "exponential transform": ("reinforce", EXPONENTIAL),
+    "exponential transform, KL 0.3": ("reinforce", EXPONENTIAL | {"beta": 0.3}),
 }
 TRAINING = 0.25  # share of the minutes in which the first method trains
 RESERVE = 0.06  # share that is kept for loading and saving
@@ -118,26 +124,26 @@ def make_trainer(world: Path, run: Run, batch: int, updates: int, callbacks: lis
     name, fields = METHODS[run.method]
     trainer_class, config_class = classes[name]
     options = {"dtype": "float32", "attn_implementation": "sdpa" if ON_ACCELERATOR else "eager"}
-    args = config_class(
-        output_dir=str(run.folder / "trainer"),
-        seed=run.seed,
-        use_cpu=not ON_ACCELERATOR,
-        bf16=True,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=batch,
-        num_generations=N,
-        max_completion_length=LENGTH,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        beta=BETA,
-        max_steps=updates,
-        save_strategy="no",
-        report_to="none",
-        logging_steps=10,
-        disable_tqdm=True,
-        model_init_kwargs=options,
-        **fields,
-    )
+    settings = {
+        "output_dir": str(run.folder / "trainer"),
+        "seed": run.seed,
+        "use_cpu": not ON_ACCELERATOR,
+        "bf16": True,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": batch,
+        "num_generations": N,
+        "max_completion_length": LENGTH,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "beta": BETA,
+        "max_steps": updates,
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 10,
+        "disable_tqdm": True,
+        "model_init_kwargs": options,
+    }
+    args = config_class(**settings | fields)
     return trainer_class(
         str(world / "policy"),
         judge.reward,
