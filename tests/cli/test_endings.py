@@ -210,13 +210,6 @@ def test_a_trainer_in_a_used_folder_says_so(make, caplog):
     assert caplog.text.count("holds a run") == 1  # its own
 
 
-def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "config.json").write_text("{}")
-    make(max_steps=1, output_dir=str(tmp_path / "own")).train()
-    assert "holds a run or a model" in caplog.text
-
-
 def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
     for name in ("trl_repulse.trainers.base_trainer", "transformers"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)

@@ -215,18 +215,6 @@ def test_a_template_takes_further_variables(tmp_path, model_dirs, command):
     assert read_header(tmp_path / "t")["settings"]["chat_template_kwargs"] == {"thinking": False}
 
 
-def test_negatives_are_read_with_the_template_too(tmp_path, tokenizer):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    row = {"prompt": [{"role": "user", "content": "the cat"}], "completion": " bad"}
-    (tmp_path / "negatives.jsonl").write_text(json.dumps(row))
-    model = build_model("gpt2", len(tokenizer))
-    found = negative_log_probs(
-        model, tokenizer, tmp_path / "negatives.jsonl", chat_template_kwargs={"thinking": False}
-    )
-    assert list(found.per_prompt) == ["the cat bad"]
-
-
 def test_a_negative_that_is_too_long_is_named(tmp_path, tokenizer):
     row = {"prompt": "the cat", "completion": " bad" * 40}
     (tmp_path / "negatives.jsonl").write_text(json.dumps(row))

@@ -131,16 +131,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     assert "`k=6` must be from 1 to 5" in capsys.readouterr().err
 
 
-def test_the_example_does_the_same(folder, tmp_path, capsys, example):
-    arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
-    assert run("gcg", *arguments, tmp_path / "a") == 0
-    by_command = capsys.readouterr().out
-    example.main([*arguments, str(tmp_path / "b")])
-    assert capsys.readouterr().out == by_command
-    for a, b in zip(*(read_results(tmp_path / name)[1] for name in ("a", "b")), strict=True):
-        assert a == b
-
-
 def test_flags_win_over_the_file(folder):
     flags = "--num_steps 7 --include_suffix --use_prefix_cache false --threshold 1 2".split()
     flags += ["--reward_kwargs", '{"phrases": ["No"]}', "--max_targets", "3"]

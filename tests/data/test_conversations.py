@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -140,27 +140,6 @@ class TestTrainers:
         assert one_line(error)
         extra["reward_processing_classes"] = chat_tokenizer
         make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra).train()
-
-    @pytest.mark.thorough
-    @pytest.mark.parametrize(
-        ("prompts", "fault"),
-        [
-            ([GOOD, []], r"Row \d+ of a batch of the data set has an empty"),
-            ([GOOD, MALFORMED["no content"]], r"Row \d+ of a batch of the data set has a"),
-            ([GOOD, "the cat"], r"Row \d+ of a batch of the data set differs"),
-            ([[TURN, TURN]] * 2, "Row 1 of a batch, with the roles user, user, is refused .*must alternate"),
-        ],
-    )
-    def test_streams(self, make, chat_tokenizer, trainer_cls, prompts, fault):
-        """The first rows are read at set-up if prompts are to be shared, the others in training."""
-        stream = IterableDataset.from_generator(lambda: iter([{"prompt": prompt} for prompt in prompts * 8]))
-        settings = {"dataset": stream, "extra": {"processing_class": chat_tokenizer}, "num_generations": 2}
-        with pytest.raises(ValueError, match=fault) as error:
-            make(trainer_cls, **settings)
-        assert one_line(error)
-        trainer = make(trainer_cls, share_prompts=False, **settings)
-        with pytest.raises(ValueError, match=fault):
-            trainer.train()
 
     def test_conversations_that_are_well_formed(self, make, chat_tokenizer, trainer_cls):
         """Roles of several kinds; a row that is made as it is read is looked at only then."""

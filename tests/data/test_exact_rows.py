@@ -71,25 +71,6 @@ def rendered(tokenizer, prompts):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"x": 1}, {"y": "a"}),
-        ({}, {"x": 1}),
-        ({"x": 1}, {"x": 2.5}),
-        ({"a": 1, "b": 2}, {"b": 1, "a": 2}),
-        ({"x": {"a": 1}}, {"x": {"b": 1}}),
-        ({"x": [1]}, {"x": [2.5]}),
-    ],
-)
-def test_two_rows_that_arrow_takes(tmp_path, writer, one, other):
-    prompts = [conversation(one), conversation(other)]
-    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    found = load_prompts(tmp_path / "p.jsonl")["prompt"]
-    assert rendered(writer, found) == rendered(writer, prompts)
-    assert rendered(writer, Dataset.from_dict({"prompt": prompts})["prompt"]) != rendered(writer, prompts)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         lambda rows, _: rows,

@@ -8,9 +8,7 @@ from datasets import Dataset
 
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.gcg.evaluator import load_table
-from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.log_probs import check_negatives
-from trl_repulse.evaluation.records import load_samples
 
 
 def read_prompts(path):
@@ -223,16 +221,6 @@ def test_prompts_that_are_nested(tmp_path, depth):
     with pytest.raises(ValueError, match=message) as error:
         load_prompts(path)
     assert len(str(error.value)) < 500
-
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [("header.json", load_samples), ("header.json", read_results)],
-)
-def test_results_that_are_nested_too_deeply(tmp_path, name, read):
-    (tmp_path / name).write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match="cannot be read"):
-        read(tmp_path)
 
 
 def test_lines_end_in_any_way(tmp_path):

@@ -30,7 +30,7 @@ from transformers import (
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.models._loading import load_model
-from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate, check_tokenizer
+from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate
 
 from ..conftest import WORDS, build_model, build_tokenizer
 from ..engine.test_adapters_math import lora
@@ -371,16 +371,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make, trainer_cls):
     message = r"pads with '\[PAD\]', its token 20.*`tokenizer.pad_token = tokenizer.eos_token`"
     with pytest.raises(ValueError, match=message):
         make(trainer_cls, model=gpt2(), extra=extra)
-
-
-def test_the_same_tokenizer_fits_a_resized_model():
-    larger = build_tokenizer()
-    larger.add_special_tokens({"pad_token": "[PAD]"})
-    model = gpt2()
-    with pytest.raises(ValueError, match="pads with"):
-        check_tokenizer(larger, model.config)
-    model.resize_token_embeddings(len(larger), mean_resizing=False)
-    check_tokenizer(larger, model.config)
 
 
 def test_trained_tokens_of_an_embedding_that_is_the_head(make):
