@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from trl_repulse import RePULSeConfig, embedded
 from trl_repulse.cli import methods, train
 from trl_repulse.cli._fields import keep_writing
-from trl_repulse.cli.arguments import _RARE, ARGUMENTS, TrainingParser
+from trl_repulse.cli.arguments import ARGUMENTS, TrainingParser
 from trl_repulse.cli.main import TRAINING, main
 
 
@@ -129,15 +129,13 @@ def test_the_help_shows_the_values_that_will_apply(capsys, tmp_path, command, fi
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_the_help_fits_a_screen_or_two(capsys, command, monkeypatch):
+def test_the_help_fits_two_screens(capsys, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 80 and max(map(len, lines)) <= 80
+    assert len(lines) <= 100 and max(map(len, lines)) <= 80
     script, config = ARGUMENTS[command]
-    own = (
-        {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)} - _RARE
-    )
+    own = {each.name for each in (*fields(script), *fields(config))} - {each.name for each in fields(GRPOConfig)}
     listed = [match[1] for line in lines if (match := re.match(r"  --(\w+) +\S", line))]
     assert own <= set(listed) and {"output_dir", "learning_rate", "beta"} <= set(listed)
     assert len(listed) == len(set(listed)) and any("`--help-all`" in line for line in lines)
