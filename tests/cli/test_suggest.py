@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
-from trl_repulse.cli import suggest as suggest_command
-from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.cli.main import main
-from trl_repulse.cli.methods import train
-from trl_repulse.cli.suggest import (
+from trl_repulse.cli import _suggest_measure
+from trl_repulse.cli._suggest_measure import _gain, measure_updates
+from trl_repulse.cli._suggest_rules import (
     ALPHA,
     KL_COEFFICIENT,
     SPREAD,
@@ -25,11 +24,12 @@ from trl_repulse.cli.suggest import (
     UPDATES,
     Measured,
     Updates,
-    _gain,
-    _measure_updates,
     plan,
     suggest_settings,
 )
+from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
 from trl_repulse.generation.drawing import POLICY
 
 
@@ -262,9 +262,9 @@ def test_as_many_prompts_are_measured_as_are_proposed(monkeypatch, capsys, minut
         counts.append(count)
         return a_prompt * (count + 5) * (2 - bf16)
 
-    monkeypatch.setattr(suggest_command, "_train", took)
-    args = suggest_command.argparse.Namespace(minutes=minutes, use_peft=False)
-    updates = _measure_updates(args, suggest(), replace(measured(), seconds=0.5), None, None)
+    monkeypatch.setattr(_suggest_measure, "_train", took)
+    args = SimpleNamespace(minutes=minutes, use_peft=False)
+    updates = measure_updates(args, suggest(), replace(measured(), seconds=0.5), None, None)
     assert counts == [count for count in measured_prompts for _ in range(2)] and updates.prompts == counts[-1]
 
 
@@ -273,7 +273,7 @@ class FakePolicy:
 
     def __init__(self, p, q, rewards):
         self.p, self.q, self.of_token = np.array(p), np.array(q), np.array(rewards)
-        self.args = suggest_command.argparse.Namespace(seed=0, bad_reward_threshold=-1.0)
+        self.args = SimpleNamespace(seed=0, bad_reward_threshold=-1.0)
         self.model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
         )
@@ -382,14 +382,14 @@ def measuring(tmp_path, monkeypatch):
 def command(measuring, monkeypatch):
     """The same, without updates that are measured."""
     took = replace(UPDATES_TOOK, prompts=4, device="cpu")
-    monkeypatch.setattr("trl_repulse.cli.suggest._measure_updates", lambda *args: took)
+    monkeypatch.setattr("trl_repulse.cli._suggest_measure.measure_updates", lambda *args: took)
     return measuring
 
 
 @pytest.mark.trainer
 def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkeypatch):
     """A pass that does not fit is made smaller; the file's plan is that of the minutes."""
-    sizes, train = [], suggest_command._train
+    sizes, train = [], _suggest_measure._train
 
     def small(*args):
         sizes.append(args[-2])
@@ -397,7 +397,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
             raise torch.OutOfMemoryError("full")
         return train(*args)
 
-    monkeypatch.setattr(suggest_command, "_train", small)
+    monkeypatch.setattr(_suggest_measure, "_train", small)
     assert measuring("--minutes", "100", "--output", "repulse.yaml") == 0
     assert sizes == [4, 2, 1, 1]  # prompts, the last in both precisions
     out, err = capsys.readouterr()
@@ -407,7 +407,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
     written = yaml.safe_load(Path("repulse.yaml").read_text())
     assert written["per_device_train_batch_size"] == 13 and written["max_steps"] > 2
     assert "evaluation: " in out and "what this can show: that P(bad) falls" in out
-    monkeypatch.setattr(suggest_command, "_train", lambda *args: small(*args[:-2], 2, False))
+    monkeypatch.setattr(_suggest_measure, "_train", lambda *args: small(*args[:-2], 2, False))
     assert measuring() == 1
     assert "too small to train on 13 completions at a time; try `--use_peft`, or ZeRO" in capsys.readouterr().err
 

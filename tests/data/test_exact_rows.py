@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -246,13 +245,11 @@ def test_columns_with_names_that_are_taken(make, tmp_path, name):
         load_prompts(tmp_path / "p.jsonl")
     with pytest.raises(ValueError, match="`prompts` " + message):
         sample_completions(tmp_path / "out", "gpt2", Dataset.from_list(rows), lambda **_: [])
-    nothing = "no-model"  # refused before it is looked for
-    with pytest.raises(ValueError, match="`train_dataset` " + message):
-        make(ReinforceTrainer, nothing, dataset=Dataset.from_list(rows))
-    with pytest.raises(ValueError, match="`hard` " + message):
-        make(ReinforceTrainer, nothing, extra={"eval_dataset": {"hard": Dataset.from_list(rows)}})
-    with pytest.raises(ValueError, match="`train_dataset` " + message):
-        make(PPOTrainer, nothing, dataset=Dataset.from_list(rows), extra={"environment_factory": SimpleNamespace})
+    for argument in ("train_dataset", "hard"):  # refused before a model is looked for
+        given = {"dataset": Dataset.from_list(rows)} if argument == "train_dataset" else {}
+        evals = {} if given else {"extra": {"eval_dataset": {"hard": Dataset.from_list(rows)}}}
+        with pytest.raises(ValueError, match=f"`{argument}` {message}"):
+            make(ReinforceTrainer, "no-model", **given, **evals)
     with pytest.raises(ValueError, match="The data set " + message):  # of a stream whose columns are not known before
         check_rows(rows)
 
