@@ -35,14 +35,13 @@ def arguments(tmp_path, model_dirs):
 
 def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, model_dirs, capsys):
     folder, output = str(tmp_path / "samples"), tmp_path / "new" / "report.json"
-    (tmp_path / "negatives.jsonl").write_text('{"prompt": "fish", "completion": " bad"}\n')
     options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
-    reading = ["--thresholds", "-1", "-99", "--negatives", str(tmp_path / "negatives.jsonl"), "--output", str(output)]
+    reading = ["--thresholds", "-1", "-99", "--output", str(output)]
     assert main(["evaluate", folder, *arguments, *options, *reading]) == 0
     out = capsys.readouterr().out
-    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out and "1 distinct bad completion" in out
+    assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out
     report = json.loads(output.read_text())
-    assert report["negatives"]["count"] == 1 and set(report["per_prompt"]) == {"the cat", "fish"}
+    assert set(report["per_prompt"]) == {"the cat", "fish"}
     assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
     out = capsys.readouterr().out
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
@@ -79,25 +78,6 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "There is no file"),
-        ("\n", "is empty"),
-        ('{"prompt": "fish", "completion": " bad"}\n{"prompt": "fish"}', "Line 2 of"),
-        ('{"prompt": "fish", "completion": ""}', "empty completions only"),
-        (b"\xff\xfe\xff", "is not UTF-8 text"),
-    ],
-)
-def test_evaluate_command_refuses_negatives_before_it_samples(arguments, tmp_path, capsys, text, message):
-    path = tmp_path / "negatives.jsonl"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert main(["evaluate", str(tmp_path / "s"), *arguments, "--negatives", str(path)]) == 1
-    err = capsys.readouterr().err
-    assert message in err and str(path) in err and not (tmp_path / "s").exists()
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         (["--num_samples", "0"], "`num_samples=0`"),
@@ -117,7 +97,6 @@ def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, change
     ("changes", "message"),
     [
         (["--seed", "1"], "`--seed` has no effect without `--model`"),
-        (["--negatives", "n.jsonl"], "`--negatives` has no effect without `--model`"),
         (["--apply_chat_template"], "`--apply_chat_template` has no effect without `--model`"),
         (["--reward_kwargs", '{"negate": true}'], "`--reward_kwargs` has no effect without `--model`"),
         (["--split", "test"], "`--split` has no effect without `--model`"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._numbers import plain, with_unit
+from .._numbers import with_unit
 from ._card import add_card, check_card, check_measured, write_on_card
 from ._fields import SHARED, add_options, add_prompts, add_reward, named_prompts, parse_object
 
@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
     add_options(reading, "partial")
-    reading.add_argument("--negatives", metavar="FILE", type=Path, help="bad completions to score under --model")
     reading.add_argument(
         "--figure", metavar="FILE", type=Path, help="draw the distribution of the column, with the thresholds"
     )
@@ -89,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
+def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any]:
     """
-    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, the
-    [`~trl_repulse.evaluation.report.TailReport`], and the [`~trl_repulse.evaluation.log_probs.NegativeLogProbs`] or `None`.
+    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
+    [`~trl_repulse.evaluation.report.TailReport`].
     """
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
@@ -101,8 +100,7 @@ def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any, Any]:
         _sample(args)
     samples = [load_samples(folder, args.partial) for folder in args.folders]
     options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
-    report = tail_report(samples, *options)
-    return samples, report, None if args.negatives is None else _score_negatives(args)
+    return samples, tail_report(samples, *options)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -121,7 +119,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is None:
-        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "negatives", "engine_kwargs")
+        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "engine_kwargs")
         unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
         unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
         unset |= {"split": "train", "prompt_column": "prompt"}
@@ -142,11 +140,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace) -> None:
-    from ..evaluation.log_probs import check_negatives
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
-    if args.negatives is not None:
-        check_negatives(args.negatives)
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
     if "reward_weights" in given:
         given["reward_weights"] = tuple(given["reward_weights"])
@@ -187,21 +182,6 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     return loaded
 
 
-def _score_negatives(args: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from ..evaluation._generation import process_state
-    from ..evaluation.log_probs import negative_log_probs
-    from ..models._loading import load_with_tokenizer
-
-    given = vars(args)
-    options = {"dtype": "auto"} | {name: given[name] for name in ("revision", "dtype") if name in given}
-    options["trust_remote_code"] = args.trust_remote_code
-    loaded = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", process_state().device, **options)
-    options = {name: given[name] for name in ("batch_size", "chat_template_kwargs") if name in given}
-    return negative_log_probs(*loaded, args.negatives, **options)
-
-
 def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
     """Writes answers for Inspect's viewer, by the name of the folder or attack, with P(bad) under the first threshold."""
     from ..evaluation.inspect import write_inspect_log
@@ -212,21 +192,15 @@ def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
     write_inspect_log(path, samples, thresholds[0] if thresholds else None)
 
 
-def _write(args: argparse.Namespace, samples: list[Any], report: Any, negatives: Any) -> None:
+def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
     from ..evaluation.records import write_report
 
-    content, text = report.to_dict(), report.to_markdown(args.per_prompt)
-    if negatives is not None:
-        content["negatives"] = vars(negatives)
-        text += (
-            f"\n\n{negatives.count:,} distinct bad completions in {args.negatives}: mean log p {plain(negatives.mean)}, "
-            f"log-sum-exp {plain(negatives.logsumexp)} nats"
-        )
+    text = report.to_markdown(args.per_prompt)
     for folder, each in zip(args.folders, samples, strict=True):
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
-    write_report(args.output, content | {"folders": args.folders})
+    write_report(args.output, report.to_dict() | {"folders": args.folders})
     if args.figure is not None:
         from ..evaluation.plots import plot_rewards
 
