@@ -8,7 +8,6 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data._prompts import check_conversations
@@ -213,22 +212,12 @@ class TestEvaluation:
             with pytest.raises(ValueError, match=SET.format("tokenize")):
                 refused()
 
-    def test_sampling_refuses_before_a_model_is_loaded(self, tmp_path, model_dirs, tokenizer, nothing_loaded):
-        with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")):
-            sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], silent, tokenizer=tokenizer)
-        with pytest.raises(ValueError, match=WRONG.format("prompts")):
-            sample_completions(tmp_path / "s", model_dirs["gpt2"], rows_of([{"role": "user"}]), silent)
-
     def test_a_reward_model_without_a_template(self, tmp_path, model_dirs, chat_tokenizer, tokenizer, judge):
         settings = SamplingSettings(max_completion_length=2)
         options = {"tokenizer": chat_tokenizer, "reward_processing_classes": [tokenizer], "progress": False}
         read = "completion, as the reward model 'judge' reads it, is a conversation, but the tokenizer has no chat"
         with pytest.raises(ValueError, match=read):
             sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], judge, settings, **options)
-
-    def test_exact_evaluation_is_of_plain_text(self, chat_tokenizer):
-        with pytest.raises(ValueError, match="Exact evaluation needs plain-text prompts"):
-            ExactEvaluator(chat_tokenizer, [GOOD], silent, [3], 2)
 
     def test_long_prompts(self, tokenizer, chat_tokenizer):
         prompts = Dataset.from_list([{"prompt": GOOD}, {"prompt": [TURN, TURN]}])

@@ -14,7 +14,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer
 from trl_repulse.cli.arguments import ARGUMENTS as METHODS
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
-from trl_repulse.data import drop_long_prompts, load_prompts
+from trl_repulse.data import load_prompts
 from trl_repulse.data._checks import ALWAYS_PASSED, as_dataset, check_rows
 from trl_repulse.data._prompts import as_templates_read
 from trl_repulse.evaluation.callback import BeforeAfterCallback
@@ -87,13 +87,6 @@ def test_each_row_is_rendered_as_it_is_alone(path, tmp_path, writer, change):
     found = list(change(load_prompts(path), tmp_path))
     assert rendered(writer, [row["prompt"] for row in found]) == rendered(writer, PROMPTS)
     assert json.dumps([row["about"] for row in found]) == json.dumps([each[1] for each in PROMPTS])
-
-
-def test_the_commands_way_of_reading(path, writer):
-    rows = load_prompts(path, streaming=True, as_conversation=True)
-    assert rendered(writer, [row["prompt"] for row in rows]) == rendered(writer, PROMPTS)
-    rows = drop_long_prompts(load_prompts(path, as_conversation=True), writer, 10000)
-    assert rendered(writer, rows["prompt"]) == rendered(writer, PROMPTS)
 
 
 def test_lists_of_prompts(writer):
