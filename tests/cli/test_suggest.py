@@ -92,21 +92,6 @@ def test_of_two_peaks_the_lower_one_is_bad(share):
     assert -7 < target(found) < -4  # 35 nats over the 6.6 between them
 
 
-@pytest.mark.parametrize("draw", ["normal", "laplace", "uniform"])
-def test_of_one_peak_the_threshold_is_the_quantile(draw):
-    for seed in range(20):
-        rewards = getattr(np.random.default_rng(seed), draw)(size=500)
-        threshold = suggest(measured(rewards.reshape(100, 5))).values["bad_reward_threshold"]
-        assert threshold == pytest.approx(np.quantile(rewards, 0.02), abs=0.06)
-
-
-@pytest.mark.parametrize(("low", "share"), [(0.0, 0.3), (-3.0, 0.01), (0.999, 0.4)])
-def test_of_few_distinct_rewards_the_lowest_is_bad(low, share):
-    rewards = np.where(np.arange(500) < 500 * share, low, 1.0)
-    rewards = np.random.default_rng(0).permutation(rewards).reshape(100, 5)
-    assert low < suggest(measured(rewards)).values["bad_reward_threshold"] <= 1
-
-
 def test_scaled_rewards_scale_what_has_their_unit_and_nothing_else():
     """Under Adam a reward times 10 with beta and alpha times 10 gives the same updates."""
     rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))

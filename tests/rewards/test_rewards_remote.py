@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -144,25 +143,6 @@ def test_the_next_server_stands_in(serve):
     with pytest.raises(ConnectionError, match=message):
         RemoteReward([bad.url, bad.url + "/2"], retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
     assert len(bad.payloads) == 2
-
-
-def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
-    listener = socket.create_server(("127.0.0.1", 0))
-    asked = []
-
-    def reset():
-        for _ in range(2):
-            connection, _ = listener.accept()
-            asked.append(connection.recv(65536))
-            connection.sendall(b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nno")
-            connection.close()
-
-    threading.Thread(target=reset, daemon=True).start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(peer closed connection"):
-        RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
-    listener.close()
-    assert len(asked) == 2
 
 
 def test_a_slow_server(serve):
@@ -315,9 +295,3 @@ def test_the_requests_of_a_call_share_a_connection(serve):
     server = serve()
     assert ask(RemoteReward(server.url, batch_size=1)) == LENGTHS
     assert len(server.requests) == 5 and len(server.connections) == 1
-
-
-def test_many_threads_may_ask(serve):
-    reward = RemoteReward(serve().url, batch_size=2)
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda _: ask(reward), range(16))) == [LENGTHS] * 16
