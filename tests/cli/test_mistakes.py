@@ -25,8 +25,6 @@ from ..engine.test_adapters_math import lora
 
 pytestmark = [pytest.mark.trainer, about_the_cpu]
 
-PROMPTS = '{"prompt": "the cat"}\n' * 8
-
 
 class User:
     """Makes calls that are right but for what they are given."""
@@ -304,7 +302,3 @@ def test_a_tokenizer_without_padding_is_no_mistake(make):
     trainer = make(extra={"processing_class": tokenizer}, max_steps=1)
     trainer.train()
     assert trainer.processing_class.pad_token == tokenizer.eos_token
-
-
-def test_bf16_on_a_cpu_is_no_mistake(make):
-    make(bf16=True, use_cpu=True, max_steps=1).train()

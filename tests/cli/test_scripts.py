@@ -72,13 +72,6 @@ def test_exact_run(tmp_path, capsys, name, flags, method):
     assert (tmp_path / "training.png").exists()
 
 
-def test_settings_are_those_of_trl():
-    _, args, _ = parse("grpo", two_tokens.flags("grpo"))
-    assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
-    _, args, _ = parse("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"])
-    assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
-
-
 def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalty():
     """Without it a policy ends with one completion a prompt."""
     drawn, penalties = set(), {}
@@ -291,23 +284,11 @@ def test_the_place_of_an_error():
 # Going on
 
 
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_no_checkpoint_is_asked_for_by_a_word(tmp_path, name):
-    assert run(name, tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
-
-
 def test_a_checkpoint_that_is_not_there(tmp_path):
     flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
     with pytest.raises(SystemExit) as exit_:
         main_or_exit(lambda: train("reinforce", flags))
     assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
-
-
-def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
-    with pytest.raises(ValueError, match="`bad_token_ids` asks for the exact log P.* give at most 64 prompts"):
-        run("reinforce", tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -420,27 +420,12 @@ def test_the_file_trains_as_it_is(command, capsys):
     assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))
 
 
-def test_the_file_does_not_depend_on_what_can_be_printed(command, poor_stdout):
-    Path("prompts.jsonl").write_text('{"prompt": "the ☕ is"}\n', encoding="utf-8")
-    with poor_stdout():
-        assert command("--output", "repulse.yaml", "--prompts", "prompts.jsonl") == 0
-    assert yaml.safe_load(Path("repulse.yaml").read_text())["num_generations"] > 0
-
-
 @pytest.mark.trainer
 @pytest.mark.thorough
 def test_the_file_trains_an_adapter_through_the_launcher(command):
     assert command("--output", "repulse.yaml", "--use_peft") == 0
     assert main(["repulse", "--config", "repulse.yaml", "--num_processes", "1"]) == 0
     assert Path("out/adapter_model.safetensors").is_file()
-
-
-def test_the_same_seed_suggests_the_same(command, capsys):
-    found = []
-    for seed in (1, 1, 2):
-        assert command("--seed", seed) == 0
-        found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("time: ")])
-    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from trl import GRPOConfig
 
-from trl_repulse import RePULSeConfig, embedded
+from trl_repulse import embedded
 from trl_repulse.cli import methods, train
 from trl_repulse.cli._fields import keep_writing
 from trl_repulse.cli.arguments import ARGUMENTS, TrainingParser
@@ -85,23 +85,6 @@ def listed(command, capsys, *flags):
     """Flags of the help, in order, and their lines."""
     assert main([command, *flags, "--help"]) == 0
     return dict(re.findall(r"^  --(\w+) +(\S.*)$", capsys.readouterr().out, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-    ("command", "first"), [("repulse", "target_dist_beta"), ("ppo", "value_learning_rate"), ("reinforce", "baseline")]
-)
-def test_the_help_shows_the_methods_flags_first(capsys, command, first):
-    assert next(iter(listed(command, capsys))) == first
-
-
-def test_the_help_has_the_defaults_of_an_own_model_or_of_the_file(capsys, tmp_path):
-    settings = yaml.safe_load(Path(embedded.settings_path("repulse")).read_text())
-    default = RePULSeConfig.max_completion_length
-    assert default != settings["max_completion_length"]
-    assert listed("repulse", capsys)["max_completion_length"].endswith(f"({default})")
-    (tmp_path / "own.yaml").write_text("max_completion_length: 7\nnum_processes: 2\n")
-    found = listed("repulse", capsys, "--config", str(tmp_path / "own.yaml"))
-    assert found["max_completion_length"].endswith("(7)")
 
 
 @pytest.mark.parametrize(
