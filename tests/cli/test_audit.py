@@ -65,39 +65,6 @@ def test_labels_from_elsewhere(drawn, capsys):
     assert "P(truly bad)             0.1011" in capsys.readouterr().out
 
 
-def nothing(number, row):
-    row["label"] = ""
-
-
-def unknown(number, row):
-    row["label"] = "maybe"
-
-
-def changed_text(number, row):
-    by_index(number, row)
-    row["completion"] += "." * (number == 3)
-
-
-def changed_times(number, row):
-    by_index(number, row)
-    row["times"] = "2"
-
-
-def not_a_number(number, row):
-    by_index(number, row)
-    row["times"] = "many"
-
-
-def other_samples(number, row):
-    by_index(number, row)
-    row["samples"] = "samples-of-another-model"
-
-
-def other_threshold(number, row):
-    by_index(number, row)
-    row["threshold"] = "-3" if number else "-1"
-
-
 def twice(number, row):
     """The second row is the first one with another label."""
     if number == 0:
@@ -110,14 +77,19 @@ def no_column(number, row):
     del row["label"]
 
 
+# Name -> what changes the rows: a function, or a column with its value from a row on; and words of the message
 MISTAKES = {
-    "nothing labelled": (nothing, "has no labels; write 1 (truly bad) or 0 into its column `label`"),
-    "unknown label": (unknown, "Row 1 of `", "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing"),
-    "changed text": (changed_text, "Row 4 of `", "was changed; restore it"),
-    "changed count": (changed_times, "was changed; restore it"),
-    "no number": (not_a_number, "its numbers cannot be read; restore it"),
-    "other samples": (other_samples, "belongs to other samples (`samples-of-another-model`", "or draw again"),
-    "other threshold": (other_threshold, "has another `threshold` than the rows above; read one file"),
+    "nothing labelled": ((0, "label", ""), "has no labels; write 1 (truly bad) or 0 into its column `label`"),
+    "unknown label": (
+        (0, "label", "maybe"),
+        "Row 1 of `",
+        "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing",
+    ),
+    "changed text": ((3, "completion", "another"), "Row 4 of `", "was changed; restore it"),
+    "changed count": ((0, "times", "2"), "was changed; restore it"),
+    "no number": ((0, "times", "many"), "its numbers cannot be read; restore it"),
+    "other samples": ((0, "samples", "samples-of-x"), "belongs to other samples (`samples-of-x`", "or draw again"),
+    "other threshold": ((1, "threshold", "-3"), "has another `threshold` than the rows above; read one file"),
     "twice": (twice, "Row 2 of `", "is there twice; delete one"),
     "no column": (no_column, "has no column `label`; keep all columns"),
 }
@@ -127,7 +99,12 @@ MISTAKES = {
 def test_mistakes_in_the_file(drawn, capsys, name):
     samples, labels = drawn
     change, *words = MISTAKES[name]
-    relabel(labels, change)
+    relabel(labels, by_index)
+    if isinstance(change, tuple):
+        first, column, value = change
+        relabel(labels, lambda number, row: row.update({column: value} if number >= first else {}))
+    else:
+        relabel(labels, change)
     assert main(["audit", str(samples), str(labels)]) == 1
     out, err = capsys.readouterr()
     assert not out and err.startswith("trl-repulse audit: ") and len(err.splitlines()) == 1

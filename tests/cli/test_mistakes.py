@@ -124,20 +124,10 @@ MISTAKES = {
         "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
         "use the tokenizer that it was trained with",
     ),
-    "reward model of fewer tokens, for TRL's trainer": (
-        lambda user: user.command("grpo", bad_reward_threshold=None, reward_model_path=user.reward_of_few_tokens()),
-        "`reward_funcs[0]` has embeddings for 5 tokens, and its tokenizer has 19",
-        "use the tokenizer that it was trained with",
-    ),
     "reward of fewer tokens, in evaluation": (
         lambda user: as_function(user.reward_of_few_tokens(), None, torch.device("cpu")),
         "A reward model has embeddings for 5 tokens, and its tokenizer has 19",
         "use the tokenizer that it was trained with",
-    ),
-    "completions of no tokens": (
-        lambda user: user.command(max_completion_length=0),
-        "`max_completion_length=0`",
-        "must be a number of tokens, at least 1",
     ),
     "completions longer than the context": (
         lambda user: user.command(max_completion_length=256),
@@ -146,11 +136,6 @@ MISTAKES = {
     ),
     "output_dir is a file": (
         lambda user: user.command(output_dir=user.file("out", "")),
-        "`output_dir='",
-        "is a file; name a folder",
-    ),
-    "output_dir is a file, in TRL's trainer": (
-        lambda user: user.command("grpo", bad_reward_threshold=None, output_dir=user.file("out", "")),
         "`output_dir='",
         "is a file; name a folder",
     ),
@@ -204,11 +189,6 @@ MISTAKES = {
         "'deepspeed>=",
         'Run `pip install "trl-repulse[deepspeed]"`',
     ),
-    "one completion a prompt": (
-        lambda user: user.command(num_generations=1),
-        "`num_generations=1` must be at least 2",
-        "advantages compare the policy's own completions of a prompt",
-    ),
     "resuming what was never begun": (
         lambda user: user.command(resume_from_checkpoint="true"),
         "There is no complete checkpoint in",
@@ -225,13 +205,11 @@ FILES = {
         "has `learning_rate: ['1e-5', '1e-4']`, which takes one value",
         "give it without the brackets",
     ),
-    "output_dir: [a]\n": ("has `output_dir: ['a']`, which takes one value", "give it without the brackets"),
     "max_steps: {start: 1}\n": ("has `max_steps: {'start': 1}`, which cannot be read", "it takes plain values"),
     "reward_weights: [1, a]\n": (
         "has `reward_weights: [1, 'a']`, which cannot be read",
         "could not convert string to float",
     ),
-    "reward_weights: [[1]]\n": ("has `reward_weights: [[1]]`, which cannot be read", "it takes plain values"),
     "max_steps: ten\n": ("has `max_steps: ten`, which cannot be read", "invalid literal for int()"),
     "max_steps:\n": ("has `max_steps: None`, which cannot be read", "invalid literal for int()"),
     "training:\n  learning_rate: 1e-5\n": (
@@ -246,7 +224,6 @@ MISTAKES |= {
 # Those that only a model, or what it drew, can show
 AFTER_LOADING = {
     "reward model of fewer tokens": "the embeddings are counted",
-    "reward model of fewer tokens, for TRL's trainer": "the embeddings are counted",
     "reward of fewer tokens, in evaluation": "the embeddings are counted",
 }
 # Name -> package that is missing, and what says so
