@@ -111,17 +111,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     assert "`k=6` must be from 1 to 5" in capsys.readouterr().err
 
 
-def test_flags_win_over_the_file(folder):
-    flags = "--num_steps 7 --include_suffix --use_prefix_cache false --threshold 1 2".split()
-    flags += ["--reward_kwargs", '{"phrases": ["No"]}', "--max_targets", "3"]
-    flags += ["--chat_template_kwargs", '{"thinking": false}']
-    run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
-    assert (config.num_steps, config.include_suffix, config.use_prefix_cache) == (7, True, False)
-    assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"phrases": ["No"]})
-    assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
-    assert config.chat_template_kwargs == {"thinking": False}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
