@@ -73,21 +73,6 @@ def user(tmp_path, make, model_dirs, tokenizer):
 # Name -> mistake, words for what is wrong, words for the remedy
 MISTAKES = {
     # Prompts
-    "column of another name": (
-        lambda user: user.command(dataset_name=user.file("mine.jsonl", '{"question": "the cat"}\n')),
-        "has no column `prompt`, only question",
-        "`--prompt_column`",
-    ),
-    "missing file": (
-        lambda user: user.command(dataset_name=user.folder / "mine.jsonl"),
-        "There is no file `",
-        "give the path of a .jsonl, .json, .csv or .parquet file",
-    ),
-    "evaluation without held-out prompts": (
-        lambda user: user.command(eval_strategy="steps"),
-        "is one file with one split, 'train', and has no split 'test'",
-        "for held-out prompts `--dataset_test_split`",
-    ),
     "no prompts": (
         lambda user: user.command(dataset_name=None),
         "`--dataset_name` is needed",

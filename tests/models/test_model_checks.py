@@ -153,19 +153,6 @@ def test_the_check_leaves_no_trace(architecture):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.02, 0.3])
-def test_precision_and_scale_of_the_weights_do_not_matter(dtype, spread):
-    for is_decoder in (True, False):
-        torch.manual_seed(0)
-        model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=is_decoder, initializer_range=spread)).to(dtype)
-        if is_decoder:
-            check_causal(model, "`model`")
-            continue
-        with pytest.raises(ValueError, match="come after them"):
-            check_causal(model, "`model`")
-
-
 def test_a_decoder_with_an_encoders_name_is_a_policy(make, tokenizer):
     models = [MODELS["bert"](is_decoder=True) for _ in range(2)]
     make(model=models[0], extra={"processing_class": tokenizer, "proposal_model": models[1]}).train()
