@@ -51,7 +51,7 @@ def run(command, folder, *flags):
     ],
 )
 def test_the_methods_name_in_reports(name, flags, method):
-    assert methods._title(name, parse(name, flags)[1]) == method
+    assert methods._title(name, parse(name, [*two_tokens.flags(name), *flags])[1]) == method
 
 
 def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalty():
