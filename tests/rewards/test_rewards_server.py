@@ -157,6 +157,7 @@ def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
 def test_what_is_no_reward_is_not_sent(serve):
     status, answer = ask(serve(lambda **columns: [1.0, 2.0, float("-inf")]), PAYLOAD)
     assert status == 500 and "it returned -inf for completion 2 of 3" in answer["detail"]
+    assert RemoteReward(serve(lambda **columns: [1.0, None, 2.0]).url)(PROMPTS, COMPLETIONS) == [1.0, None, 2.0]
 
 
 async def asynchronous(completions, **columns):
