@@ -1,4 +1,4 @@
-"""`trl-repulse audit`, and labels in `evaluate` and `rare-events`: from the draw to the report, and each mistake's one line."""
+"""`trl-repulse audit`: from the draw to the report, and each mistake's one line."""
 
 import copy
 import csv
@@ -43,7 +43,7 @@ def drawn(tmp_path, capsys):
     return tmp_path / "samples", labels
 
 
-def test_labels_reach_every_report(drawn, tmp_path, capsys):
+def test_labels_say_how_often_the_model_is_truly_bad(drawn, tmp_path, capsys):
     samples, labels = drawn
     relabel(labels, by_index)
     assert main(["audit", str(samples), str(labels), "--output", str(tmp_path / "audit.json")]) == 0
@@ -55,13 +55,7 @@ def test_labels_reach_every_report(drawn, tmp_path, capsys):
     table = pd.read_csv(labels)
     table["label"] = table["label"].astype(float)  # as where some are missing
     table.to_csv(labels, index=False)
-    report = tmp_path / "report.json"
-    command = ["evaluate", str(samples), "--thresholds", "-1", "--labels", str(labels), "--output", str(report)]
-    assert main(command) == 0
-    printed, content = capsys.readouterr().out, json.loads(report.read_text())
-    assert "| P(truly bad) | 0.08 |" in printed and "Labels: bounds only" in printed
-    assert content["audit"] == {key: audit[key] for key in content["audit"]}
-    assert content["overall"]["P(truly bad)"] == audit["estimates"]["P(truly bad)"]
+    assert main(["audit", str(samples), str(labels)]) == 0 and capsys.readouterr().out == printed
 
 
 def test_labels_from_elsewhere(drawn, capsys):
@@ -69,39 +63,6 @@ def test_labels_from_elsewhere(drawn, capsys):
     command = ["audit", str(samples), "--threshold", "-1", "--sensitivity", "9", "10", "--specificity", "99", "100"]
     assert main(command) == 0
     assert "P(truly bad)             0.1011" in capsys.readouterr().out
-
-
-def nothing(number, row):
-    row["label"] = ""
-
-
-def unknown(number, row):
-    row["label"] = "maybe"
-
-
-def changed_text(number, row):
-    by_index(number, row)
-    row["completion"] += "." * (number == 3)
-
-
-def changed_times(number, row):
-    by_index(number, row)
-    row["times"] = "2"
-
-
-def not_a_number(number, row):
-    by_index(number, row)
-    row["times"] = "many"
-
-
-def other_samples(number, row):
-    by_index(number, row)
-    row["samples"] = "samples-of-another-model"
-
-
-def other_threshold(number, row):
-    by_index(number, row)
-    row["threshold"] = "-3" if number else "-1"
 
 
 def twice(number, row):
@@ -116,41 +77,49 @@ def no_column(number, row):
     del row["label"]
 
 
+# Name -> what changes the rows: a function, or a column with its value from a row on; and words of the message
 MISTAKES = {
-    "nothing labelled": (nothing, "has no labels; write 1 (truly bad) or 0 into its column `label`"),
-    "unknown label": (unknown, "Row 1 of `", "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing"),
-    "changed text": (changed_text, "Row 4 of `", "was changed; restore it"),
-    "changed count": (changed_times, "was changed; restore it"),
-    "no number": (not_a_number, "its numbers cannot be read; restore it"),
-    "other samples": (other_samples, "belongs to other samples (`samples-of-another-model`", "or draw again"),
-    "other threshold": (other_threshold, "has another `threshold` than the rows above; read one file"),
+    "nothing labelled": ((0, "label", ""), "has no labels; write 1 (truly bad) or 0 into its column `label`"),
+    "unknown label": (
+        (0, "label", "maybe"),
+        "Row 1 of `",
+        "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing",
+    ),
+    "changed text": ((3, "completion", "another"), "Row 4 of `", "was changed; restore it"),
+    "changed count": ((0, "times", "2"), "was changed; restore it"),
+    "no number": ((0, "times", "many"), "its numbers cannot be read; restore it"),
+    "other samples": ((0, "samples", "samples-of-x"), "belongs to other samples (`samples-of-x`", "or draw again"),
+    "other threshold": ((1, "threshold", "-3"), "has another `threshold` than the rows above; read one file"),
     "twice": (twice, "Row 2 of `", "is there twice; delete one"),
     "no column": (no_column, "has no column `label`; keep all columns"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("command", ["audit", "evaluate"])
-def test_mistakes_in_the_file(drawn, capsys, name, command):
+def test_mistakes_in_the_file(drawn, capsys, name):
     samples, labels = drawn
     change, *words = MISTAKES[name]
-    relabel(labels, change)
-    assert main([command, str(samples), *([] if command == "audit" else ["--labels"]), str(labels)]) == 1
+    relabel(labels, by_index)
+    if isinstance(change, tuple):
+        first, column, value = change
+        relabel(labels, lambda number, row: row.update({column: value} if number >= first else {}))
+    else:
+        relabel(labels, change)
+    assert main(["audit", str(samples), str(labels)]) == 1
     out, err = capsys.readouterr()
-    assert not out and err.startswith(f"trl-repulse {command}: ") and len(err.splitlines()) == 1
+    assert not out and err.startswith("trl-repulse audit: ") and len(err.splitlines()) == 1
     assert all(word in err for word in words), err
 
 
-@pytest.mark.parametrize("command", ["audit", "evaluate"])
-def test_what_is_no_file_of_labels(drawn, capsys, tmp_path, command):
+def test_what_is_no_file_of_labels(drawn, capsys, tmp_path):
     samples, labels = drawn
     labels.write_text("")
     for path, message in (
         (labels, f"`{labels}` is empty; draw completions to label with `trl-repulse audit`."),
         (tmp_path, f"`{tmp_path}` cannot be read ([Errno 21] Is a directory: '{tmp_path}'); save it as CSV in UTF-8."),
     ):
-        assert main([command, str(samples), *([] if command == "audit" else ["--labels"]), str(path)]) == 1
-        assert capsys.readouterr() == ("", f"trl-repulse {command}: {message}\n")
+        assert main(["audit", str(samples), str(path)]) == 1
+        assert capsys.readouterr() == ("", f"trl-repulse audit: {message}\n")
 
 
 @pytest.mark.parametrize("separator", [",", ";"])
@@ -240,15 +209,6 @@ def test_mistakes_in_the_command(drawn, capsys, monkeypatch, tmp_path, arguments
     assert message in err and len(err.splitlines()) == 1
 
 
-def test_labels_are_read_before_a_model_is_loaded(drawn, capsys):
-    samples, labels = drawn
-    command = ["rare-events", "no/model", "--prompts", "p", "--max_completion_length", "1", "--threshold", "-1"]
-    assert main([*command, "--labels", str(labels)]) == 1
-    assert "has no labels; write 1" in capsys.readouterr().err
-    assert main(["evaluate", str(samples), "--model", "no/model", "--labels", str(labels)]) == 1
-    assert "`--labels` are of one folder that is stored" in capsys.readouterr().err
-
-
 def by_word(number, row):
     """Truly bad is "bad" beside another word; from row 21 on, none is labelled."""
     words = row["completion"].split()
@@ -256,37 +216,23 @@ def by_word(number, row):
 
 
 def test_labels_of_importance_samples_reach_their_report(tmp_path, model_dirs, tokenizer, capsys):
-    """From the draws of `rare-events` to its report with labels; labels of other draws cost no estimate."""
+    """From the draws of `rare-events` to the report of `audit`."""
     build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "proposal")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
     (tmp_path / "mine.py").write_text(
         "def reward(completions, **_):\n    return [-3.0 * c.count('bad') for c in completions]"
     )
-    stored, labels, output = (tmp_path / name for name in ("rare.parquet", "rare.csv", "report.json"))
+    stored, labels = tmp_path / "rare.parquet", tmp_path / "rare.csv"
     command = ["rare-events", model_dirs["gpt2"], "--proposal", str(tmp_path / "proposal"), "--threshold", "-1"]
     command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-    command += ["--max_completion_length", "2", "--num_samples", "200", "--output", str(output)]
+    command += ["--max_completion_length", "2", "--num_samples", "200"]
     assert main([*command, "--samples", str(stored)]) == 0
-    plain = json.loads(output.read_text())
-    assert "audit" not in plain
     assert main(["audit", str(stored), str(labels), "--draw", "60", "--threshold", "-1"]) == 0
 
     relabel(labels, by_word)
-    capsys.readouterr()
-    assert main([*command, "--labels", str(labels)]) == 0
-    (printed, err), found = capsys.readouterr(), json.loads(output.read_text())
-    assert found["prob_bad"] == plain["prob_bad"] and "left out" not in err
-    truth = found["audit"]["estimates"]["P(truly bad)"]
-    assert 0 < truth["low"] < truth["value"] < truth["high"] < 1 and found["audit"]["unlabelled"] > 0
-    line = next(line for line in printed.splitlines() if line.startswith("P(truly bad)"))
-    assert f"{plain_number(truth['low'])} to {plain_number(truth['high'])}" in line
     assert main(["audit", str(stored), str(labels), "--output", str(tmp_path / "audit.json")]) == 0
     audit = json.loads((tmp_path / "audit.json").read_text())
-    assert found["audit"] == {key: audit[key] for key in found["audit"]}
-
-    capsys.readouterr()
-    assert main([*command, "--labels", str(labels), "--seed", "1"]) == 0  # other draws
-    printed, err = capsys.readouterr()
-    (note,) = [line for line in err.splitlines() if line.startswith("trl-repulse rare-events: ")]
-    assert "`--labels` is left out: Row 1 of `" in note and "belongs to other samples" in note
-    assert "P(r < -1)" in printed and "P(truly bad)" not in printed and "audit" not in json.loads(output.read_text())
+    truth = audit["estimates"]["P(truly bad)"]
+    assert 0 < truth["low"] < truth["value"] < truth["high"] < 1 and audit["unlabelled"] > 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("P(truly bad)"))
+    assert f"{plain_number(truth['low'])} to {plain_number(truth['high'])}" in line

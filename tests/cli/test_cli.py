@@ -1,6 +1,5 @@
 """The console command, in a process of its own where it serves."""
 
-import json
 import os
 import signal
 import subprocess
@@ -15,9 +14,7 @@ import pytest
 from trl_repulse import __version__
 from trl_repulse._errors import EXTRAS, describe_error
 from trl_repulse.cli.main import COMMANDS, TRAINING, build_parser, main
-from trl_repulse.rewards import RemoteReward, SequencePairReward
-
-from ..reward_models import ANSWERS, QUESTIONS, build_tokenizer, save_model
+from trl_repulse.rewards import RemoteReward
 
 
 ROOT = Path(__file__).parents[2]
@@ -74,21 +71,6 @@ def end(process, number):
     process.send_signal(number)
     assert process.wait(timeout=30) == 0
     assert process.stdout.read() == "Stopped.\n"
-
-
-@pytest.mark.thorough
-def test_a_reward_served_by_the_command_is_the_reward(launch, tmp_path):
-    path, _ = save_model(tmp_path / "judge", "deberta", build_tokenizer("pair"))
-    expected = SequencePairReward(path, device="cpu", max_length=9, name="kind")(QUESTIONS, ANSWERS)
-    kwargs = json.dumps({"device": "cpu", "max_length": 9, "name": "kind"})
-    reward = ["--reward_type", "sequence_pair", "--reward_model_path", path, "--reward_kwargs", kwargs]
-    process, url = launch(*reward)
-    assert RemoteReward(url, batch_size=2)(QUESTIONS, ANSWERS) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    uncut = SequencePairReward(path, device="cpu")(QUESTIONS, ANSWERS)
-    assert expected != pytest.approx(uncut, rel=1e-4, abs=1e-5)  # the control: the option mattered
-    end(process, signal.SIGINT)
-    with pytest.raises(ConnectionError):
-        RemoteReward(url, retries=0)(QUESTIONS, ANSWERS)
 
 
 def test_a_function_served_by_the_command_answers_before_it_ends(launch, tmp_path, monkeypatch):
@@ -185,12 +167,6 @@ def test_unknown_names_are_answered_with_the_nearest(capsys, arguments, words):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_an_unknown_field_is_answered_with_the_nearest(capsys):
-    assert main(["gcg", "--serach_width", "3"]) == 1
-    error = capsys.readouterr().err
-    assert error == "trl-repulse gcg: `--serach_width` is no argument; remove it. Did you mean `--search_width`?\n"
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gcg"])

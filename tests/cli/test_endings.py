@@ -14,17 +14,13 @@ import psutil
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer
 from trl import GRPOTrainer
 
 from trl_repulse import ReinforceTrainer
-from trl_repulse.cli import scripts
 from trl_repulse.cli import train as launcher
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
 from trl_repulse.cli.scripts import main_or_exit
-from trl_repulse.engine.diagnosis import load_log
-from trl_repulse.engine.resume import without_tied
 
 from ..conftest import about_the_cpu
 
@@ -191,13 +187,6 @@ def test_another_error_is_not_blamed_on_the_disk(tmp_path, monkeypatch):
     assert command("reinforce", tmp_path) == "error: the cable is out"
 
 
-def test_a_trainer_that_saves_nothing_leaves_its_log(make):
-    trainer = make(save_strategy="no", max_steps=1)
-    trainer.train()
-    _, history, _ = load_log(trainer.args.output_dir)
-    assert any("reward" in entry for entry in history)
-
-
 def test_a_trainer_in_a_used_folder_says_so(make, caplog):
     saved = {"save_strategy": "steps", "save_steps": 1}
     make(max_steps=1, **saved).train()
@@ -208,13 +197,6 @@ def test_a_trainer_in_a_used_folder_says_so(make, caplog):
     assert caplog.text.count("holds a run or a model, and this run overwrites its files") == 1
     trainer.train()
     assert caplog.text.count("holds a run") == 1  # its own
-
-
-def test_a_folder_with_a_model_is_not_written_over_without_a_word(make, caplog, tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "config.json").write_text("{}")
-    make(max_steps=1, output_dir=str(tmp_path / "own")).train()
-    assert "holds a run or a model" in caplog.text
 
 
 def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monkeypatch, tmp_path):
@@ -235,27 +217,3 @@ def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monke
         SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
     )
     assert "missing keys in the checkpoint model loaded: ['a.weight']" in caplog.records[-1].getMessage()
-
-
-def test_trls_trainer_misses_no_tied_weights_either(make, caplog, monkeypatch):
-    """`trl-repulse grpo` trains with TRL's class."""
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    trainer = make(ReinforceTrainer, max_steps=1)
-    models = [
-        SimpleNamespace(missing_keys=["lm_head.weight", *more], unexpected_keys=[]) for more in ([], ["a.weight"])
-    ]
-    assert [without_tied(result, trainer.model).missing_keys for result in models] == [[], ["a.weight"]]
-    stub = SimpleNamespace(
-        reward_funcs=[],
-        reward_processing_classes=[],
-        reward_func_names=[],
-        processing_class=trainer.processing_class,
-        args=trainer.args,
-        model=trainer.model,
-        _tokenize_prompts=None,
-        _issue_warnings_after_load=lambda result: Trainer._issue_warnings_after_load(trainer, result),
-    )
-    scripts._check_as_ours(stub, trainer.train_dataset)
-    caplog.clear()
-    stub._issue_warnings_after_load(SimpleNamespace(missing_keys=["lm_head.weight"], unexpected_keys=[]))
-    assert "missing keys" not in caplog.text

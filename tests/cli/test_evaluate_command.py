@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -21,22 +22,25 @@ def test_each_setting_of_the_sampler_is_an_option():
 
 
 @pytest.fixture
-def arguments(tmp_path, model_dirs):
+def command(tmp_path, model_dirs):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
     (tmp_path / "mine.py").write_text(
         "def reward(completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
     )
-    return [
-        *("--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl")),
-        *("--reward_type", f"{tmp_path / 'mine.py'}:reward", "--num_samples", "50", "--max_completion_length", "2"),
-    ]
+    start = ["evaluate", str(tmp_path / "s"), "--prompts", str(tmp_path / "prompts.jsonl"), "--num_samples", "2"]
+    start += ["--max_completion_length", "2"]
+
+    def command(*changes, model=model_dirs["gpt2"], reward=("--reward_type", f"{tmp_path / 'mine.py'}:reward")):
+        return main([*start, "--model", str(model), *reward, *map(str, changes)])
+
+    return command
 
 
-def test_evaluate_command_samples_once_and_reads_often(arguments, tmp_path, model_dirs, capsys):
-    folder, output = str(tmp_path / "samples"), tmp_path / "new" / "report.json"
+def test_evaluate_command_samples_once_and_reads_often(command, tmp_path, model_dirs, capsys):
+    folder, output = str(tmp_path / "s"), tmp_path / "new" / "report.json"
     options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
     reading = ["--thresholds", "-1", "-99", "--output", str(output)]
-    assert main(["evaluate", folder, *arguments, *options, *reading]) == 0
+    assert command("--num_samples", "50", *options, *reading) == 0
     out = capsys.readouterr().out
     assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out
     report = json.loads(output.read_text())
@@ -54,24 +58,23 @@ def test_the_files_do_not_depend_on_what_can_be_printed(tmp_path, poor_stdout):
     assert "☕" in json.loads(output.read_text())["per_prompt"]
 
 
-def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
+def test_evaluate_command_takes_several_rewards(command, tmp_path, capsys):
     (tmp_path / "second.py").write_text(
         "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
     )
-    place = arguments.index("--reward_type")
-    arguments[place : place + 2] = [
-        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'mine.py'}:reward"})),
-        *("--reward", json.dumps({"reward_type": f"{tmp_path / 'second.py'}:length", "reward_kwargs": {}})),
+    rewards = {"reward_type": f"{tmp_path / 'mine.py'}:reward"}, {"reward_type": f"{tmp_path / 'second.py'}:length"}
+    given = [
+        word for each in (rewards[0], rewards[1] | {"reward_kwargs": {}}) for word in ("--reward", json.dumps(each))
     ]
-    folder = tmp_path / "samples"
-    assert main(["evaluate", str(folder), *arguments, "--reward_weights", "1", "0.5"]) == 0
-    table = load_samples(folder).table.to_pandas()
+    assert command("--num_samples", "50", "--reward_weights", "1", "0.5", reward=given) == 0
+    table = load_samples(tmp_path / "s").table.to_pandas()
     assert (table["rewards/length"] == table["completion"].str.len()).all()
     assert np.allclose(table["reward"], table["rewards/reward"] + 0.5 * table["rewards/length"])
     capsys.readouterr()
-    assert main(["evaluate", str(folder), "--column", "rewards/length", "--thresholds", "1"]) == 0
+    assert main(["evaluate", str(tmp_path / "s"), "--column", "rewards/length", "--thresholds", "1"]) == 0
     assert "| P(r < 1) |" in capsys.readouterr().out
-    assert main(["evaluate", str(tmp_path / "other"), *arguments, "--reward_type", "toxicity"]) == 1
+    shutil.rmtree(tmp_path / "s")
+    assert command("--reward_type", "toxicity", reward=given) == 1
     assert "`--reward` holds all" in capsys.readouterr().err
 
 
@@ -85,8 +88,8 @@ def test_evaluate_command_takes_several_rewards(arguments, tmp_path, capsys):
         (["--levels", "2"], "`level=2.0`"),
     ],
 )
-def test_evaluate_command_says_what_is_wrong(arguments, tmp_path, capsys, changes, message):
-    assert main(["evaluate", str(tmp_path / "s"), *arguments, *changes]) == 1
+def test_evaluate_command_says_what_is_wrong(command, capsys, changes, message):
+    assert command(*changes) == 1
     err = capsys.readouterr().err
     assert "trl-repulse evaluate: " in err and message in err
 
@@ -110,19 +113,6 @@ def test_reading_needs_samples(tmp_path, capsys, changes, message):
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not thinking | default(true) %} bad{% endif %}"
-
-
-@pytest.fixture
-def command(tmp_path, model_dirs):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text("def reward(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
-    start = ["evaluate", str(tmp_path / "s"), "--prompts", str(tmp_path / "prompts.jsonl"), "--num_samples", "2"]
-    start += ["--max_completion_length", "2"]
-
-    def command(*changes, model=model_dirs["gpt2"], reward=("--reward_type", f"{tmp_path / 'mine.py'}:reward")):
-        return main([*start, "--model", str(model), *reward, *map(str, changes)])
-
-    return command
 
 
 @pytest.fixture

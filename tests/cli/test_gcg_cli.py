@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def parse(*arguments):
     return FieldsParser((GCGRunArguments, GCGEvaluationConfig)).parse_args_and_config(arguments)
 
 
-def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
+def test_from_attack_to_report(folder, tmp_path, capsys):
     config = ["--config", folder / "config.yaml"]
     results = tmp_path / "results"
     for i in (1, 2):
@@ -73,17 +72,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     header, records = read_results(results)
     assert [record["row"] for record in records] == [1, 2, 3, 4] and list(header["rewards"]) == ["judge"]
 
-    report = [
-        "--threshold",
-        "-4",
-        "-7",
-        "--k",
-        "1",
-        "3",
-        "--json",
-        tmp_path / "r.json",
-    ]
-    report += ["--card", folder / "model"]
+    report = ["--threshold", "-4", "-7", "--k", "1", "3", "--json", tmp_path / "r.json", "--card", folder / "model"]
     assert run("gcg-report", results, *report) == 0
     printed = capsys.readouterr().out
     card = ModelCard.load(folder / "model" / "README.md")
@@ -100,15 +89,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
     assert numbers["thresholds"]["-7.0"]["after"]["success"]["value"] == 0.0
-    written = (tmp_path / "r.json").read_bytes()
-    (tmp_path / "r.json").unlink()
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w", buffering=1) as nobody, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", nobody)
-        patch.setattr(sys, "__stdout__", nobody)
-        assert run("gcg-report", results, *report) == 0
-    assert (tmp_path / "r.json").read_bytes() == written
 
     export = ["--threshold", "-4", "--export", tmp_path / "e.json"]
     assert run("gcg-report", results, *export) == 1
@@ -129,27 +109,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys, monkeypatch):
     assert "none` holds no attacks" in capsys.readouterr().err
     assert run("gcg-report", results, "--threshold", "0", "--k", "6") == 1
     assert "`k=6` must be from 1 to 5" in capsys.readouterr().err
-
-
-def test_the_example_does_the_same(folder, tmp_path, capsys, example):
-    arguments = ["--config", str(folder / "config.yaml"), "--max_targets", "2", "--output"]
-    assert run("gcg", *arguments, tmp_path / "a") == 0
-    by_command = capsys.readouterr().out
-    example.main([*arguments, str(tmp_path / "b")])
-    assert capsys.readouterr().out == by_command
-    for a, b in zip(*(read_results(tmp_path / name)[1] for name in ("a", "b")), strict=True):
-        assert a == b
-
-
-def test_flags_win_over_the_file(folder):
-    flags = "--num_steps 7 --include_suffix --use_prefix_cache false --threshold 1 2".split()
-    flags += ["--reward_kwargs", '{"phrases": ["No"]}', "--max_targets", "3"]
-    flags += ["--chat_template_kwargs", '{"thinking": false}']
-    run_arguments, config = parse("--config", str(folder / "config.yaml"), *flags)
-    assert (config.num_steps, config.include_suffix, config.use_prefix_cache) == (7, True, False)
-    assert (run_arguments.threshold, run_arguments.reward_kwargs) == ([1.0, 2.0], {"phrases": ["No"]})
-    assert config.max_targets == 3 and config.search_width == 32  # the latter from the file
-    assert config.chat_template_kwargs == {"thinking": False}
 
 
 @pytest.mark.parametrize(

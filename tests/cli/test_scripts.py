@@ -1,20 +1,17 @@
 """What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoTokenizer, Trainer
 
 from examples.worlds import two_tokens
-from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS, train
 from trl_repulse import embedded
 from trl_repulse._errors import describe_error, from_reward
-from trl_repulse.cli import arguments
+from trl_repulse.cli import arguments, methods
 from trl_repulse.cli.scripts import load_data, main_or_exit
 from trl_repulse.engine.reward_functions import with_checks
 
@@ -35,18 +32,9 @@ def run(command, folder, *flags):
     return json.loads((folder / "results.json").read_text())
 
 
-def log_prob_bad(folder, bad=None):
-    """log P(bad) of the world of two tokens at one token, by the evaluator alone."""
-    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
-    bad, prompts = bad or two_tokens.bad_token_ids(tokenizer), two_tokens.load_prompts()["prompt"]
-    evaluator = ExactEvaluator(tokenizer, prompts, lambda texts: torch.zeros(len(texts)), bad, 1)
-    return evaluator.evaluate(AutoModelForCausalLM.from_pretrained(folder)).log_prob_bad
-
-
 # REINFORCE, GRPO, PPO
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, flags, method",
     [
@@ -62,22 +50,8 @@ def log_prob_bad(folder, bad=None):
         ("repulse-grpo", ["--alpha", "0"], "GRPO"),
     ],
 )
-def test_exact_run(tmp_path, capsys, name, flags, method):
-    results = run(name, tmp_path, *flags)
-    drawn = 512 if method.startswith("RePULSe") else 256
-    assert (results["method"], results["policy_updates"], results["samples"]) == (method, 2, drawn)
-    assert results["initial"]["log_prob_bad"] == pytest.approx(log_prob_bad(two_tokens.policy_path()), abs=1e-5)
-    assert results["final"]["log_prob_bad"] == pytest.approx(log_prob_bad(tmp_path), abs=1e-5)
-    assert results["final"]["expected_reward"] != results["initial"]["expected_reward"]
-    assert f"{method}, seed 0" in capsys.readouterr().out
-    assert (tmp_path / "training.png").exists()
-
-
-def test_settings_are_those_of_trl():
-    _, args, _ = parse("grpo", two_tokens.flags("grpo"))
-    assert (args.loss_type, args.scale_rewards) == ("grpo", "group")
-    _, args, _ = parse("grpo", ["--loss_type", "dr_grpo", "--scale_rewards", "none"])
-    assert (args.loss_type, args.scale_rewards) == ("dr_grpo", "none")
+def test_the_methods_name_in_reports(name, flags, method):
+    assert methods._title(name, parse(name, [*two_tokens.flags(name), *flags])[1]) == method
 
 
 def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalty():
@@ -89,19 +63,6 @@ def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalt
         penalties[name] = args.beta
     assert len(drawn) == 1
     assert min(penalties.values()) > 0 and penalties["repulse-grpo"] == penalties["grpo"]
-
-
-@pytest.mark.thorough
-def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
-    """TRL's own trainer gets the warning as well, once."""
-    said = []
-    monkeypatch.setattr("trl_repulse.data._prompts.logger.warning_once", said.append)
-    shutil.copytree(two_tokens.policy_path(), tmp_path / "chat")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
-    tokenizer.save_pretrained(tmp_path / "chat")
-    run("grpo", tmp_path / "out", "--model_name_or_path", str(tmp_path / "chat"), "--num_table_completions", "0")
-    assert len(said) == 1 and "`--apply_chat_template`" in said[0]
 
 
 # Rewards, prompts, held-out prompts
@@ -137,16 +98,6 @@ def test_single_prompt_and_bad_tokens(tmp_path):
     results = run("reinforce", tmp_path, *flags)
     assert [set(entry["policy"]) for entry in results["history"]] == [{"log_prob_bad"}] * 2
     assert results["settings"]["num_generations"] == 32
-
-
-def test_held_out_prompts_are_evaluated_after_training(tmp_path, capsys):
-    prompts = tmp_path / "held_out.jsonl"
-    prompts.write_text("\n".join(json.dumps({"question": text}) for text in two_tokens.load_prompts()["prompt"][:3]))
-    flags = ["--eval_dataset_name", str(prompts), "--eval_prompt_column", "question", "--dataset_test_split", "train"]
-    results = run("reinforce", tmp_path / "out", *flags)
-    assert {"eval_reward", "eval_bad_fraction", "eval_entropy"} <= set(results["metrics"])
-    assert results["samples"] == 256
-    assert results["policy_updates"] == 2
 
 
 def test_a_run_ends_with_p_bad_on_unseen_prompts(tmp_path, capsys):
@@ -278,24 +229,6 @@ def test_mistakes_are_one_line(tmp_path, flags, words):
     assert words in message
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-@pytest.mark.parametrize("kind", ["ValueError", "OSError", "RuntimeError", "TypeError"])
-def test_errors_of_a_reward_function_name_it_and_its_line(tmp_path, name, kind):
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import json\n\n\ndef read(text):\n    if not json.loads('[]'):\n"
-        f"        raise {kind}('no number:\\n' + repr(text[:0]))\n\n\n"
-        "def mine(completions, **kwargs):\n    return [read(text) for text in completions]\n"
-    )
-    flags = [*QUICK, "--output_dir", str(tmp_path / "out"), "--reward_type", f"{path}:mine"]
-    with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: train(name, flags))
-    assert exit_.value.code == (
-        f"error: no number: ''. Raised by the reward function 'mine'. In {path.resolve()}, line 6."
-    )
-
-
 def raises(error):
     def main():
         raise error
@@ -333,35 +266,11 @@ def test_the_place_of_an_error():
 # Going on
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("word", ["true", "True"])
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_the_last_checkpoint_is_asked_for_by_a_word(tmp_path, name, word):
-    saving = ["--save_strategy", "steps", "--save_steps", "1"]
-    run(name, tmp_path, *saving)
-    flags = [*saving, "--max_steps", "3", "--resume_from_checkpoint", word]
-    results = run(name, tmp_path, *flags)
-    assert results["policy_updates"] == 3
-    assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
-
-
-@pytest.mark.parametrize("name", ["reinforce", "grpo"])
-def test_no_checkpoint_is_asked_for_by_a_word(tmp_path, name):
-    assert run(name, tmp_path, "--resume_from_checkpoint", "false")["policy_updates"] == 2
-
-
 def test_a_checkpoint_that_is_not_there(tmp_path):
     flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
     with pytest.raises(SystemExit) as exit_:
         main_or_exit(lambda: train("reinforce", flags))
     assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
-
-
-def test_exact_tracking_of_many_prompts_is_refused(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt": "the "}) for _ in range(65)))
-    with pytest.raises(ValueError, match="`bad_token_ids` asks for the exact log P.* give at most 64 prompts"):
-        run("reinforce", tmp_path, "--dataset_name", str(prompts), "--bad_token_ids", "5")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -389,26 +298,6 @@ def test_share_of_the_decay_follows_the_updates(steps, expected):
 def test_share_of_the_decay_in_wrong_places(flags, words):
     with pytest.raises(ValueError, match=words):
         parse("repulse", [*two_tokens.flags("repulse"), *flags])
-
-
-def test_another_schedule():
-    _, args, _ = parse("repulse", ["--lr_scheduler_type", "linear", "--lr_decay_ratio", "0"])
-    assert not args.lr_scheduler_kwargs
-
-
-def test_a_missing_package_is_one_line_with_its_remedy():
-    with pytest.raises(SystemExit) as exit_:
-        main_or_exit(raises(ModuleNotFoundError("No module named 'wandb'", name="wandb")))
-    assert exit_.value.code == "error: No module named 'wandb'. Run `pip install \"trl-repulse[wandb]\"`."
-
-
-def test_a_run_that_writes_over_another_says_so(tmp_path, caplog):
-    flags = [*two_tokens.flags("reinforce"), *QUICK, "--output_dir", str(tmp_path / "out")]
-    train("reinforce", flags)
-    assert "holds a run" not in caplog.text
-    train("reinforce", [*flags, "--max_steps", "1"])
-    assert "holds a run or a model, and this run overwrites its files" in caplog.text
-    assert "`--resume_from_checkpoint true`" in caplog.text
 
 
 def test_results_and_card_have_the_precision_that_was_used(tmp_path, monkeypatch):

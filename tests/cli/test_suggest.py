@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
-from trl_repulse.cli import suggest as suggest_command
-from trl_repulse.cli.arguments import ARGUMENTS, parse
-from trl_repulse.cli.main import main
-from trl_repulse.cli.methods import train
-from trl_repulse.cli.suggest import (
+from trl_repulse.cli import _suggest_measure
+from trl_repulse.cli._suggest_measure import _gain, measure_updates
+from trl_repulse.cli._suggest_rules import (
     ALPHA,
     KL_COEFFICIENT,
     SPREAD,
@@ -25,11 +24,12 @@ from trl_repulse.cli.suggest import (
     UPDATES,
     Measured,
     Updates,
-    _gain,
-    _measure_updates,
     plan,
     suggest_settings,
 )
+from trl_repulse.cli.arguments import ARGUMENTS, parse
+from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
 from trl_repulse.generation.drawing import POLICY
 
 
@@ -90,21 +90,6 @@ def test_of_two_peaks_the_lower_one_is_bad(share):
     threshold = found.values["bad_reward_threshold"]
     assert -2.5 < threshold < 2 and (rewards[rewards < threshold] < 2).all()
     assert -7 < target(found) < -4  # 35 nats over the 6.6 between them
-
-
-@pytest.mark.parametrize("draw", ["normal", "laplace", "uniform"])
-def test_of_one_peak_the_threshold_is_the_quantile(draw):
-    for seed in range(20):
-        rewards = getattr(np.random.default_rng(seed), draw)(size=500)
-        threshold = suggest(measured(rewards.reshape(100, 5))).values["bad_reward_threshold"]
-        assert threshold == pytest.approx(np.quantile(rewards, 0.02), abs=0.06)
-
-
-@pytest.mark.parametrize(("low", "share"), [(0.0, 0.3), (-3.0, 0.01), (0.999, 0.4)])
-def test_of_few_distinct_rewards_the_lowest_is_bad(low, share):
-    rewards = np.where(np.arange(500) < 500 * share, low, 1.0)
-    rewards = np.random.default_rng(0).permutation(rewards).reshape(100, 5)
-    assert low < suggest(measured(rewards)).values["bad_reward_threshold"] <= 1
 
 
 def test_scaled_rewards_scale_what_has_their_unit_and_nothing_else():
@@ -262,9 +247,9 @@ def test_as_many_prompts_are_measured_as_are_proposed(monkeypatch, capsys, minut
         counts.append(count)
         return a_prompt * (count + 5) * (2 - bf16)
 
-    monkeypatch.setattr(suggest_command, "_train", took)
-    args = suggest_command.argparse.Namespace(minutes=minutes, use_peft=False)
-    updates = _measure_updates(args, suggest(), replace(measured(), seconds=0.5), None, None)
+    monkeypatch.setattr(_suggest_measure, "_train", took)
+    args = SimpleNamespace(minutes=minutes, use_peft=False)
+    updates = measure_updates(args, suggest(), replace(measured(), seconds=0.5), None, None)
     assert counts == [count for count in measured_prompts for _ in range(2)] and updates.prompts == counts[-1]
 
 
@@ -273,7 +258,7 @@ class FakePolicy:
 
     def __init__(self, p, q, rewards):
         self.p, self.q, self.of_token = np.array(p), np.array(q), np.array(rewards)
-        self.args = suggest_command.argparse.Namespace(seed=0, bad_reward_threshold=-1.0)
+        self.args = SimpleNamespace(seed=0, bad_reward_threshold=-1.0)
         self.model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
         )
@@ -382,14 +367,14 @@ def measuring(tmp_path, monkeypatch):
 def command(measuring, monkeypatch):
     """The same, without updates that are measured."""
     took = replace(UPDATES_TOOK, prompts=4, device="cpu")
-    monkeypatch.setattr("trl_repulse.cli.suggest._measure_updates", lambda *args: took)
+    monkeypatch.setattr("trl_repulse.cli._suggest_measure.measure_updates", lambda *args: took)
     return measuring
 
 
 @pytest.mark.trainer
 def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkeypatch):
     """A pass that does not fit is made smaller; the file's plan is that of the minutes."""
-    sizes, train = [], suggest_command._train
+    sizes, train = [], _suggest_measure._train
 
     def small(*args):
         sizes.append(args[-2])
@@ -397,7 +382,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
             raise torch.OutOfMemoryError("full")
         return train(*args)
 
-    monkeypatch.setattr(suggest_command, "_train", small)
+    monkeypatch.setattr(_suggest_measure, "_train", small)
     assert measuring("--minutes", "100", "--output", "repulse.yaml") == 0
     assert sizes == [4, 2, 1, 1]  # prompts, the last in both precisions
     out, err = capsys.readouterr()
@@ -407,7 +392,7 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
     written = yaml.safe_load(Path("repulse.yaml").read_text())
     assert written["per_device_train_batch_size"] == 13 and written["max_steps"] > 2
     assert "evaluation: " in out and "what this can show: that P(bad) falls" in out
-    monkeypatch.setattr(suggest_command, "_train", lambda *args: small(*args[:-2], 2, False))
+    monkeypatch.setattr(_suggest_measure, "_train", lambda *args: small(*args[:-2], 2, False))
     assert measuring() == 1
     assert "too small to train on 13 completions at a time; try `--use_peft`, or ZeRO" in capsys.readouterr().err
 
@@ -435,27 +420,12 @@ def test_the_file_trains_as_it_is(command, capsys):
     assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))
 
 
-def test_the_file_does_not_depend_on_what_can_be_printed(command, poor_stdout):
-    Path("prompts.jsonl").write_text('{"prompt": "the ☕ is"}\n', encoding="utf-8")
-    with poor_stdout():
-        assert command("--output", "repulse.yaml", "--prompts", "prompts.jsonl") == 0
-    assert yaml.safe_load(Path("repulse.yaml").read_text())["num_generations"] > 0
-
-
 @pytest.mark.trainer
 @pytest.mark.thorough
 def test_the_file_trains_an_adapter_through_the_launcher(command):
     assert command("--output", "repulse.yaml", "--use_peft") == 0
     assert main(["repulse", "--config", "repulse.yaml", "--num_processes", "1"]) == 0
     assert Path("out/adapter_model.safetensors").is_file()
-
-
-def test_the_same_seed_suggests_the_same(command, capsys):
-    found = []
-    for seed in (1, 1, 2):
-        assert command("--seed", seed) == 0
-        found.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("time: ")])
-    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Conversations that cannot be used: refused in one line with their row, wherever prompts are read, before anything is drawn."""
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import GPT2Config, GPT2ForSequenceClassification
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from examples.worlds.exact import ExactEvaluator
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data._prompts import check_conversations
@@ -138,27 +137,6 @@ class TestTrainers:
         extra["reward_processing_classes"] = chat_tokenizer
         make(trainer_cls, reward_funcs=judge, dataset=rows_of(GOOD), extra=extra).train()
 
-    @pytest.mark.thorough
-    @pytest.mark.parametrize(
-        ("prompts", "fault"),
-        [
-            ([GOOD, []], r"Row \d+ of a batch of the data set has an empty"),
-            ([GOOD, MALFORMED["no content"]], r"Row \d+ of a batch of the data set has a"),
-            ([GOOD, "the cat"], r"Row \d+ of a batch of the data set differs"),
-            ([[TURN, TURN]] * 2, "Row 1 of a batch, with the roles user, user, is refused .*must alternate"),
-        ],
-    )
-    def test_streams(self, make, chat_tokenizer, trainer_cls, prompts, fault):
-        """The first rows are read at set-up if prompts are to be shared, the others in training."""
-        stream = IterableDataset.from_generator(lambda: iter([{"prompt": prompt} for prompt in prompts * 8]))
-        settings = {"dataset": stream, "extra": {"processing_class": chat_tokenizer}, "num_generations": 2}
-        with pytest.raises(ValueError, match=fault) as error:
-            make(trainer_cls, **settings)
-        assert one_line(error)
-        trainer = make(trainer_cls, share_prompts=False, **settings)
-        with pytest.raises(ValueError, match=fault):
-            trainer.train()
-
     def test_conversations_that_are_well_formed(self, make, chat_tokenizer, trainer_cls):
         """Roles of several kinds; a row that is made as it is read is looked at only then."""
         answered = [TURN, {"role": "assistant", "content": "ran"}, TURN]
@@ -228,22 +206,12 @@ class TestEvaluation:
             with pytest.raises(ValueError, match=SET.format("tokenize")):
                 refused()
 
-    def test_sampling_refuses_before_a_model_is_loaded(self, tmp_path, model_dirs, tokenizer, nothing_loaded):
-        with pytest.raises(ValueError, match=NO_TEMPLATE.format("prompts")):
-            sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], silent, tokenizer=tokenizer)
-        with pytest.raises(ValueError, match=WRONG.format("prompts")):
-            sample_completions(tmp_path / "s", model_dirs["gpt2"], rows_of([{"role": "user"}]), silent)
-
     def test_a_reward_model_without_a_template(self, tmp_path, model_dirs, chat_tokenizer, tokenizer, judge):
         settings = SamplingSettings(max_completion_length=2)
         options = {"tokenizer": chat_tokenizer, "reward_processing_classes": [tokenizer], "progress": False}
         read = "completion, as the reward model 'judge' reads it, is a conversation, but the tokenizer has no chat"
         with pytest.raises(ValueError, match=read):
             sample_completions(tmp_path / "s", model_dirs["gpt2"], [GOOD], judge, settings, **options)
-
-    def test_exact_evaluation_is_of_plain_text(self, chat_tokenizer):
-        with pytest.raises(ValueError, match="Exact evaluation needs plain-text prompts"):
-            ExactEvaluator(chat_tokenizer, [GOOD], silent, [3], 2)
 
     def test_long_prompts(self, tokenizer, chat_tokenizer):
         prompts = Dataset.from_list([{"prompt": GOOD}, {"prompt": [TURN, TURN]}])

@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from trl_repulse.data import drop_long_prompts, load_prompts
 from trl_repulse.data import loading as data
@@ -59,23 +59,6 @@ def test_plain_prompts(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
 def test_conversational_prompts(tmp_path, suffix):
     assert load_prompts(str(write(tmp_path / f"prompts{suffix}", CHATS)))["prompt"][:] == CHATS
-
-
-def test_json_with_one_row_a_line(tmp_path):
-    path = write(tmp_path / "prompts.jsonl", PLAIN).rename(tmp_path / "prompts.json")
-    assert load_prompts(path)["prompt"][:] == PLAIN
-
-
-def test_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
-    path = tmp_path / "prompts.csv"
-    path.write_text("prompt\nhello\n", encoding="utf-8-sig")
-    assert load_prompts(path)["prompt"][:] == ["hello"]
-
-
-def test_streaming(tmp_path):
-    dataset = load_prompts(write(tmp_path / "prompts.jsonl", PLAIN), streaming=True)
-    assert isinstance(dataset, IterableDataset)
-    assert [row["prompt"] for row in dataset] == PLAIN
 
 
 def test_home_folder(tmp_path, monkeypatch):
@@ -154,15 +137,6 @@ class TestHub:
     def test_name_split_and_config_are_passed_on(self, name):
         assert load_prompts(name, split="test", config="en")["prompt"][:] == PLAIN
         assert self.calls == [((name, "en"), {"split": "test", "streaming": False})]
-
-    def test_folder(self, tmp_path):
-        load_prompts(tmp_path)
-        assert self.calls == [((str(tmp_path), None), {"split": "train", "streaming": False})]
-
-    def test_what_cannot_be_used(self):
-        self.answer = Dataset.from_dict({"prompt": ["a", None]})
-        with pytest.raises(ValueError, match="Row 2 of `org/name` has an empty `prompt`"):
-            load_prompts("org/name")
 
     def test_another_column(self):
         self.answer = Dataset.from_dict({"question": ["a"], "prompt": ["no"], "id": [1]})

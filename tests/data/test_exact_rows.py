@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +14,7 @@ from trl_repulse import PPOTrainer, ReinforceTrainer
 from trl_repulse.cli.arguments import ARGUMENTS as METHODS
 from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
-from trl_repulse.data import drop_long_prompts, load_prompts
+from trl_repulse.data import load_prompts
 from trl_repulse.data._checks import ALWAYS_PASSED, as_dataset, check_rows
 from trl_repulse.data._prompts import as_templates_read
 from trl_repulse.evaluation.callback import BeforeAfterCallback
@@ -71,25 +70,6 @@ def rendered(tokenizer, prompts):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"x": 1}, {"y": "a"}),
-        ({}, {"x": 1}),
-        ({"x": 1}, {"x": 2.5}),
-        ({"a": 1, "b": 2}, {"b": 1, "a": 2}),
-        ({"x": {"a": 1}}, {"x": {"b": 1}}),
-        ({"x": [1]}, {"x": [2.5]}),
-    ],
-)
-def test_two_rows_that_arrow_takes(tmp_path, writer, one, other):
-    prompts = [conversation(one), conversation(other)]
-    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    found = load_prompts(tmp_path / "p.jsonl")["prompt"]
-    assert rendered(writer, found) == rendered(writer, prompts)
-    assert rendered(writer, Dataset.from_dict({"prompt": prompts})["prompt"]) != rendered(writer, prompts)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         lambda rows, _: rows,
@@ -107,13 +87,6 @@ def test_each_row_is_rendered_as_it_is_alone(path, tmp_path, writer, change):
     found = list(change(load_prompts(path), tmp_path))
     assert rendered(writer, [row["prompt"] for row in found]) == rendered(writer, PROMPTS)
     assert json.dumps([row["about"] for row in found]) == json.dumps([each[1] for each in PROMPTS])
-
-
-def test_the_commands_way_of_reading(path, writer):
-    rows = load_prompts(path, streaming=True, as_conversation=True)
-    assert rendered(writer, [row["prompt"] for row in rows]) == rendered(writer, PROMPTS)
-    rows = drop_long_prompts(load_prompts(path, as_conversation=True), writer, 10000)
-    assert rendered(writer, rows["prompt"]) == rendered(writer, PROMPTS)
 
 
 def test_lists_of_prompts(writer):
@@ -265,13 +238,11 @@ def test_columns_with_names_that_are_taken(make, tmp_path, name):
         load_prompts(tmp_path / "p.jsonl")
     with pytest.raises(ValueError, match="`prompts` " + message):
         sample_completions(tmp_path / "out", "gpt2", Dataset.from_list(rows), lambda **_: [])
-    nothing = "no-model"  # refused before it is looked for
-    with pytest.raises(ValueError, match="`train_dataset` " + message):
-        make(ReinforceTrainer, nothing, dataset=Dataset.from_list(rows))
-    with pytest.raises(ValueError, match="`hard` " + message):
-        make(ReinforceTrainer, nothing, extra={"eval_dataset": {"hard": Dataset.from_list(rows)}})
-    with pytest.raises(ValueError, match="`train_dataset` " + message):
-        make(PPOTrainer, nothing, dataset=Dataset.from_list(rows), extra={"environment_factory": SimpleNamespace})
+    for argument in ("train_dataset", "hard"):  # refused before a model is looked for
+        given = {"dataset": Dataset.from_list(rows)} if argument == "train_dataset" else {}
+        evals = {} if given else {"extra": {"eval_dataset": {"hard": Dataset.from_list(rows)}}}
+        with pytest.raises(ValueError, match=f"`{argument}` {message}"):
+            make(ReinforceTrainer, "no-model", **given, **evals)
     with pytest.raises(ValueError, match="The data set " + message):  # of a stream whose columns are not known before
         check_rows(rows)
 

@@ -4,13 +4,10 @@ import json
 import warnings
 
 import pytest
-from datasets import Dataset
 
 from trl_repulse.data import load_prompts
 from trl_repulse.evaluation.gcg.evaluator import load_table
-from trl_repulse.evaluation.gcg.results import read_results
 from trl_repulse.evaluation.preferences import read_rewarded
-from trl_repulse.evaluation.records import load_samples
 
 
 def read_prompts(path):
@@ -154,12 +151,6 @@ class TestFields:
         assert read(write(tmp_path, f"prompt,tag\n{'x' * 130_000},y\n")) == [("x" * 130_000, "y")]
 
 
-def test_an_empty_file_with_another_column(tmp_path):
-    path = write(tmp_path, "question,tag\n")
-    with pytest.raises(ValueError, match="table.csv` is empty; give it at least one row with a `question`"):
-        load_prompts(path, column="question")
-
-
 def test_one_column_of_lines_that_may_be_rows(tmp_path):
     """Nothing tells a text of several lines from rows between two stray quotes, as `docs/data.md` says."""
     assert read_prompts(write(tmp_path, 'prompt\n"a\nb\nc"\nd\n')) == [("a\nb\nc",), ("d",)]
@@ -196,13 +187,6 @@ def test_json_that_would_be_misread(tmp_path, read, row, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_a_list_of_json(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_text('[{"prompt": "a"}, {"prompt": "b", "prompt": "c"}]')
-    with pytest.raises(ValueError, match="rows.json` .* has the key 'prompt' twice, with 'b' and 'c': keep one"):
-        load_prompts(path)
-
-
 @pytest.mark.parametrize("depth", [60, 100, 300, 900])
 @pytest.mark.parametrize(("opens", "inside", "closes"), [("[", "", "]"), ('{"a":', "1", "}")])
 def test_columns_that_arrow_cannot_hold_are_kept_as_they_are(tmp_path, depth, opens, inside, closes):
@@ -213,26 +197,6 @@ def test_columns_that_arrow_cannot_hold_are_kept_as_they_are(tmp_path, depth, op
         assert load_prompts(path)[1] == json.loads(row)
     except ValueError as error:
         assert depth == 900 and "is nested too deeply" in str(error)
-
-
-@pytest.mark.parametrize("depth", [100, 900])
-def test_prompts_that_are_nested(tmp_path, depth):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": {"[" * depth + "]" * depth}}}')
-    message = "Row 1 of .* neither text nor a list of messages|is nested too deeply"
-    with pytest.raises(ValueError, match=message) as error:
-        load_prompts(path)
-    assert len(str(error.value)) < 500
-
-
-@pytest.mark.parametrize(
-    ("name", "read"),
-    [("header.json", load_samples), ("header.json", read_results)],
-)
-def test_results_that_are_nested_too_deeply(tmp_path, name, read):
-    (tmp_path / name).write_text(DEEP + "\n")
-    with pytest.raises(ValueError, match="cannot be read"):
-        read(tmp_path)
 
 
 def test_lines_end_in_any_way(tmp_path):
@@ -249,8 +213,3 @@ def test_a_target_is_asked_for_in_its_context(tmp_path):
     assert [row.goal for row in load_table(path)] == ["fish ate\n\n---\n\nthe cat", "the dog"]
     path.write_text("target,ContextString\nSure,fish ate\n")
     assert [(row.goal, row.target) for row in load_table(path, "strings")] == [("", "Sure")]
-
-
-def test_rows_given_as_such_are_not_read_from_a_file():
-    rows = [{"goal": "a", "target": "b"}]
-    assert load_table(Dataset.from_list(rows)) == load_table(rows)

@@ -165,14 +165,6 @@ def test_rewards_in_training_read_what_the_model_wrote(make, world, trainer_cls)
     assert len(reward.read) == (16 if "RePULSe" in trainer_cls.__name__ else 8)  # samples of the proposal too
 
 
-def test_rewards_in_evaluation_read_what_the_model_wrote(world, tmp_path):
-    tokenizer, _, folder = world
-    reward, settings = Recorder(), SamplingSettings(num_samples=8, max_completion_length=4)
-    samples = sample_completions(tmp_path / "samples", folder, PROMPTS, reward, settings, progress=False)
-    reward.check(tokenizer)
-    assert samples.table["completion"].to_pylist() == [text for _, text, _ in reward.read]
-
-
 @pytest.mark.trainer
 def test_the_callbacks_read_and_show_what_the_policy_wrote(make, world):
     tokenizer, _, folder = world
@@ -182,45 +174,6 @@ def test_the_callbacks_read_and_show_what_the_policy_wrote(make, world):
     shown = draw_completions(trainer, table.dataset, table._prompt_ids, 4, 0)
     reward.check(tokenizer)
     assert [text for text, _ in shown] == [text for _, text, _ in reward.read]
-
-
-def test_generators_give_what_the_model_wrote(world):
-    tokenizer, model, _ = world
-    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4)
-    reward = Recorder()
-    for prompt, completions in zip(PROMPTS, generator.complete(PROMPTS, "policy", 4), strict=True):
-        ids = [completion.token_ids for completion in completions]
-        reward([prompt] * 4, [completion.text for completion in completions], ids)
-    reward.check(tokenizer)
-    assert generator.complete([], "policy") == []
-
-
-def test_rare_events_judge_what_the_policy_wrote(world):
-    tokenizer, model, _ = world
-    read = []
-
-    def judge(prompts, completions, **kwargs):
-        read.extend(zip(prompts, completions, strict=True))
-        return [0.0] * len(prompts)
-
-    draws = draw_rare([model], tokenizer, PROMPTS, judge, (8,), 4)
-    assert {(prompt, text) for prompt, row in zip(PROMPTS, draws.texts, strict=True) for text in row} == set(read)
-    assert sum(text.startswith(" ") for _, text in read) > 5
-
-
-def test_raw_attacks_are_judged_by_what_the_model_wrote(world, tmp_path):
-    tokenizer, model, _ = world
-    reward = Recorder()
-    rows = [{"goal": "the cat", "target": "the house"}]
-    config = GCGEvaluationConfig(
-        num_steps=1, search_width=4, topk=4, num_samples=8, max_new_tokens=4, prompt_format="raw", include_suffix=True,
-        suffix_init=" x x", filter_roundtrip="off", save_responses=True,
-    )  # fmt: skip
-    path = evaluate_gcg(model, tokenizer, rows, reward, config, tmp_path / "out")
-    (record,) = read_results(path)[1]
-    for phase, asked in (("before", "the cat"), ("after", "the cat" + record["suffix"])):
-        known = [text for prompt, text, _ in reward.read if prompt == asked]
-        assert record[phase]["responses"] == known and any(text.startswith(" ") for text in known)
 
 
 # What the tokenizer adds
@@ -237,23 +190,50 @@ def ending(tokenizer):
     return tokenizer
 
 
-def readers(tokenizer, model, tmp_path):
+def readers(tokenizer, model, tmp_path, reward=None):
     """What reads plain prompts outside of training, by name."""
-    out = tmp_path / "samples"
-    settings = SamplingSettings(num_samples=2, max_completion_length=2)
-    gcg = GCGEvaluationConfig(num_steps=1, search_width=4, num_samples=2, max_new_tokens=2, prompt_format="raw")
+    reward = reward or Recorder()
+    settings = SamplingSettings(num_samples=8, max_completion_length=4)
+    gcg = GCGEvaluationConfig(
+        num_steps=1, search_width=4, topk=4, num_samples=8, max_new_tokens=4, prompt_format="raw", include_suffix=True,
+        suffix_init=" x x", filter_roundtrip="off", save_responses=True,
+    )  # fmt: skip
     rows = [{"goal": "the cat", "target": "the house"}]
     trainer = SimpleNamespace(processing_class=tokenizer, model=model, max_completion_length=2)
     return {
         "evaluate": lambda: sample_completions(
-            out, model, PROMPTS, Recorder(), settings, tokenizer=tokenizer, progress=False
+            tmp_path / "samples", model, PROMPTS, reward, settings, tokenizer=tokenizer, progress=False
         ),
         "exact": lambda: ExactEvaluator(tokenizer, PROMPTS, lambda texts: torch.zeros(len(texts)), [5], 1),
-        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, Recorder(), gcg, tmp_path / "out"),
-        "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 2).complete(PROMPTS, "policy"),
-        "rare": lambda: draw_rare([model], tokenizer, PROMPTS, Recorder(), (2,), 2),
+        "gcg": lambda: evaluate_gcg(model, tokenizer, rows, reward, gcg, tmp_path / "out"),
+        "generator": lambda: TransformersGenerator({"policy": model}, tokenizer, 4).complete(PROMPTS, "policy", 4),
+        "rare": lambda: draw_rare([model], tokenizer, PROMPTS, reward, (8,), 4),
         "tracking": lambda: tokenize_prompts(trainer, PROMPTS),
     }
+
+
+@pytest.mark.parametrize("name", ["evaluate", "gcg", "generator", "rare"])
+def test_rewards_and_readers_get_what_the_model_wrote(world, tmp_path, name):
+    """As it is stored and returned, too."""
+    tokenizer, model, _ = world
+    reward = Recorder()
+    result = readers(tokenizer, model, tmp_path, reward)[name]()
+    if name == "generator":
+        for prompt, completions in zip(PROMPTS, result, strict=True):
+            reward([prompt] * 4, [each.text for each in completions], [each.token_ids for each in completions])
+    read = [text for _, text, _ in reward.read]
+    if name == "evaluate":
+        assert result.table["completion"].to_pylist() == read
+    if name in ("evaluate", "generator"):
+        return reward.check(tokenizer)
+    # The others judge texts alone
+    assert sum(text.startswith(" ") for text in read) > 5
+    if name == "rare":
+        assert {text for row in result.texts for text in row} == set(read)
+        return
+    (record,) = read_results(result)[1]
+    for phase, asked in (("before", "the cat"), ("after", "the cat" + record["suffix"])):
+        assert record[phase]["responses"] == [text for prompt, text, _ in reward.read if prompt == asked]
 
 
 @pytest.mark.parametrize("name", ["evaluate", "exact", "gcg", "generator", "rare", "tracking"])

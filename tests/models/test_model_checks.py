@@ -30,7 +30,7 @@ from transformers import (
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.models._loading import load_model
-from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate, check_tokenizer
+from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate
 
 from ..conftest import WORDS, build_model, build_tokenizer
 from ..engine.test_adapters_math import lora
@@ -151,19 +151,6 @@ def test_the_check_leaves_no_trace(architecture):
     assert [module.training for module in model.modules()] == modes
     assert all(p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.02, 0.3])
-def test_precision_and_scale_of_the_weights_do_not_matter(dtype, spread):
-    for is_decoder in (True, False):
-        torch.manual_seed(0)
-        model = BertLMHeadModel(BertConfig(**SIZES, is_decoder=is_decoder, initializer_range=spread)).to(dtype)
-        if is_decoder:
-            check_causal(model, "`model`")
-            continue
-        with pytest.raises(ValueError, match="come after them"):
-            check_causal(model, "`model`")
 
 
 def test_a_decoder_with_an_encoders_name_is_a_policy(make, tokenizer):
@@ -371,16 +358,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make, trainer_cls):
     message = r"pads with '\[PAD\]', its token 20.*`tokenizer.pad_token = tokenizer.eos_token`"
     with pytest.raises(ValueError, match=message):
         make(trainer_cls, model=gpt2(), extra=extra)
-
-
-def test_the_same_tokenizer_fits_a_resized_model():
-    larger = build_tokenizer()
-    larger.add_special_tokens({"pad_token": "[PAD]"})
-    model = gpt2()
-    with pytest.raises(ValueError, match="pads with"):
-        check_tokenizer(larger, model.config)
-    model.resize_token_embeddings(len(larger), mean_resizing=False)
-    check_tokenizer(larger, model.config)
 
 
 def test_trained_tokens_of_an_embedding_that_is_the_head(make):

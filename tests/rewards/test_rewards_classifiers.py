@@ -9,10 +9,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_repulse import ReinforceTrainer, rewards
+from trl_repulse import rewards
 from trl_repulse.rewards import ChatReward, SequencePairReward, ToxicityReward
 
-from ..conftest import DEVICE, USE_CPU
 from ..reward_models import (
     ANSWERS,
     CHAT_TEMPLATE,
@@ -356,17 +355,3 @@ def test_public_names():
     assert all(getattr(rewards, name).__name__ == name for name in rewards.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchReward'"):
         rewards.NoSuchReward  # noqa: B018
-
-
-@pytest.mark.thorough
-@pytest.mark.trainer
-def test_training_with_a_reward(make, pair):
-    reward = SequencePairReward(pair[0])
-    settings = {"logging_steps": 1, "max_steps": 25, "per_device_train_batch_size": 16, "num_generations": 4}
-    settings |= {"max_completion_length": 2, "beta": 0.0, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
-    trainer = make(ReinforceTrainer, reward_funcs=reward, **settings)
-    trainer.train()
-    means = [log["rewards/pair-model/mean"] for log in trainer.state.log_history if "reward" in log]
-    # The first of 25 batches is another draw on a GPU, and may be a good one
-    assert len(means) == 25 and min(means[-5:]) > means[0] + (0.1 if USE_CPU else 0.0)
-    assert reward._module.device.type == trainer.accelerator.device.type == DEVICE.type

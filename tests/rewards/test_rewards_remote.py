@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -146,25 +145,6 @@ def test_the_next_server_stands_in(serve):
     assert len(bad.payloads) == 2
 
 
-def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
-    listener = socket.create_server(("127.0.0.1", 0))
-    asked = []
-
-    def reset():
-        for _ in range(2):
-            connection, _ = listener.accept()
-            asked.append(connection.recv(65536))
-            connection.sendall(b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nno")
-            connection.close()
-
-    threading.Thread(target=reset, daemon=True).start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(peer closed connection"):
-        RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
-    listener.close()
-    assert len(asked) == 2
-
-
 def test_a_slow_server(serve):
     done = threading.Event()
 
@@ -187,14 +167,11 @@ def test_a_slow_server(serve):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"rewards": [1.0] * 4}, "answered 4 rewards for 5 completions"),
-        ({"rewards": ["1.0"] * 5}, "answered '1.0' for completion 0 of 5; a reward must be a finite number"),
-        (b'{"rewards": [1, NaN, 1, 1, 1]}', "answered nan for completion 1 of 5"),
-        (b'{"rewards": [1, 1, Infinity, 1, 1]}', "answered inf for completion 2 of 5"),
-        (b'{"rewards": [1, 1, 1, 1e39, 1]}', r"answered 1e\+39 for completion 3"),
-        ({"rewards": [10**400] * 5}, "answered 1000"),
-        ({"rewards": [True] * 5}, "answered True for completion 0"),
-        ({"rewards": [[1.0]] * 5}, r"answered \[1.0\] for completion 0"),
+        ({"rewards": [1.0] * 4}, "returned 4 rewards for 5 completions"),
+        ({"rewards": ["1.0"] * 5}, "returned .*1.0.* for completion 0 of 5; return a finite number"),
+        (b'{"rewards": [1, NaN, 1, 1, 1]}', "returned nan for completion 1 of 5"),
+        ({"rewards": [10**400] * 5}, "returned 1000"),
+        ({"rewards": [[1.0]] * 5}, r"returned .*\[1.0\].* for completion 0"),
         ({"rewards": 1.0}, r'instead of \{"rewards": \[...\]\}'),
         ([1.0] * 5, r'instead of \{"rewards": \[...\]\}'),
         (b"<html>", "answered '<html>', which is not JSON"),
@@ -218,9 +195,9 @@ def test_a_lying_server_is_named_and_not_asked_again(serve, answer, message):
         ({"url": "http://a:99999/"}, "got 'http://a:99999/'"),
         ({"url": "http://a/größe"}, "got 'http://a/größe'"),
         ({"url": "http://[::1/"}, r"got 'http://\[::1/'"),
-        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
-        ({"retries": -1}, "`retries` must be at least 0, got -1"),
-        ({"backoff": -0.5}, "`backoff` must be at least 0"),
+        ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
+        ({"retries": -1}, "`retries=-1` must be at least 0"),
+        ({"backoff": -0.5}, "`backoff=-0.5` must be at least 0"),
         ({"timeout": 0}, "`timeout` must be positive"),
     ],
 )
@@ -318,9 +295,3 @@ def test_the_requests_of_a_call_share_a_connection(serve):
     server = serve()
     assert ask(RemoteReward(server.url, batch_size=1)) == LENGTHS
     assert len(server.requests) == 5 and len(server.connections) == 1
-
-
-def test_many_threads_may_ask(serve):
-    reward = RemoteReward(serve().url, batch_size=2)
-    with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda _: ask(reward), range(16))) == [LENGTHS] * 16

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trl_repulse.rewards import ChatReward, GuardReward, RemoteReward, RewardServer, SequencePairReward, ToxicityReward
+from trl_repulse.rewards import ChatReward, RemoteReward, RewardServer
 
 from ..reward_models import ANSWERS, CHAT_TEMPLATE, QUESTIONS, build_tokenizer, messages, save_model
-from .test_rewards_guard import make_guard
 
 
 PROMPTS, COMPLETIONS = ["the", "the cat", "a"], [" dog", "", " fish ran"]
@@ -86,23 +85,10 @@ def ask(server, body=None, method="POST", path="/get_reward", headers=JSON):
     return response.status, json.loads(answer)
 
 
-def build(kind, folder):
-    if kind == "pair":
-        path, _ = save_model(folder / "model", "deberta", build_tokenizer("pair"))
-        return SequencePairReward(path, device="cpu", max_length=12)
-    if kind == "chat":
-        path, _ = save_model(folder / "model", "llama", build_tokenizer("bos", CHAT_TEMPLATE))
-        return ChatReward(path, device="cpu")
-    if kind == "guard":
-        return GuardReward(make_guard(folder / "model")[0], device="cpu")
-    path, _ = save_model(folder / "model", "bert", build_tokenizer(), num_labels=2)
-    return ToxicityReward(path, device="cpu", label=1, output="log_odds", negate=True)
-
-
-@pytest.mark.parametrize("kind", ["pair", "chat", "guard", "toxicity"])
 @pytest.mark.parametrize("form", ["plain", "messages"])
-def test_a_served_reward_is_the_reward(serve, tmp_path, kind, form):
-    reward = build(kind, tmp_path)
+def test_a_served_reward_is_the_reward(serve, tmp_path, form):
+    path, _ = save_model(tmp_path / "model", "llama", build_tokenizer("bos", CHAT_TEMPLATE))
+    reward = ChatReward(path, device="cpu")
     prompts, completions = QUESTIONS, ANSWERS
     if form == "messages":
         both = [messages(question, answer) for question, answer in zip(QUESTIONS, ANSWERS, strict=True)]
@@ -171,6 +157,7 @@ def test_a_failing_reward_is_named_and_the_server_lives_on(serve):
 def test_what_is_no_reward_is_not_sent(serve):
     status, answer = ask(serve(lambda **columns: [1.0, 2.0, float("-inf")]), PAYLOAD)
     assert status == 500 and "it returned -inf for completion 2 of 3" in answer["detail"]
+    assert RemoteReward(serve(lambda **columns: [1.0, None, 2.0]).url)(PROMPTS, COMPLETIONS) == [1.0, None, 2.0]
 
 
 async def asynchronous(completions, **columns):

@@ -156,15 +156,6 @@ _EPILOG = (
     "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
     "`accelerate launch --help` lists them."
 )
-# Own fields that `--help` leaves to `--help-all`
-_RARE = set(
-    """
-    target_class reward_cap negative_baseline proposal_parameterization push_proposal_to_hub hub_proposal_model_id
-    proposal_vllm_server_base_url proposal_vllm_group_port baseline_constant cvar_over cvar_schedule_ratio vllm_sleep_level
-    vllm_logp_difference_threshold dataset_config dataset_streaming ignore_bias_buffers
-    lr_decay_ratio num_table_completions eval_prompt_column
-    """.split()
-)
 # Fields of TRL and transformers that `--help` lists
 _COMMON = """
     model_name_or_path output_dir max_steps learning_rate per_device_train_batch_size num_generations max_completion_length
@@ -209,8 +200,8 @@ class TrainingParser(FieldsParser):
         if issubclass(config, NegativeTermConfig):
             config.fill_in(values)  # what is unset
         sections = {
-            f"{config.__name__}: the method": [name for name in own[config] if name not in shared | _RARE],
-            "reward, prompts and tracking": [name for name in own[script] if name not in _RARE],
+            f"{config.__name__}: the method": [name for name in own[config] if name not in shared],
+            "reward, prompts and tracking": own[script],
             "common fields (`--help-all` lists all, in full)": _COMMON,
         }
         actions = {action.dest: action for action in reversed(self._actions) if action.nargs != 0}  # no `--no_...`

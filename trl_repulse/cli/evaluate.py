@@ -67,12 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
     add_options(reading, "partial")
-    reading.add_argument(
-        "--labels",
-        metavar="FILE",
-        type=Path,
-        help="labelled completions (see `audit`), for P(truly bad); of one model",
-    )
     add_options(reading, "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
@@ -120,8 +114,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.per_prompt and len(args.folders) > 1:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
-    if args.labels is not None and (args.model is not None or len(args.folders) > 1):
-        raise ValueError("`--labels` are of one folder that is stored; leave out `--model` and other folders.")
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is None:
         names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "engine_kwargs")
@@ -197,29 +189,15 @@ def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
     write_inspect_log(path, samples, thresholds[0] if thresholds else None)
 
 
-def _audit(args: argparse.Namespace, samples: Any, report: Any) -> Any:
-    """What the labels say, with their estimates added to those of the report."""
-    from ..evaluation.audit import audit_judge
-    from ..evaluation.audit_labels import read_labels, scored_samples
-
-    scored = scored_samples(samples, args.column)
-    audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence)
-    report.overall.update({name: it for name, it in audit.estimates.items() if not np.isnan(it.value)})
-    return audit
-
-
 def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
     """Prints the report, and writes it to the files that the arguments name."""
     from ..evaluation.records import write_report
 
-    audit = None if args.labels is None else _audit(args, samples[0], report)
-    content, text = report.to_dict(), report.to_markdown(args.per_prompt)
-    if audit is not None:
-        content["audit"], text = audit.to_dict(), "\n".join([text, "", *audit.notes()])
+    text = report.to_markdown(args.per_prompt)
     for folder, each in zip(args.folders, samples, strict=True):
         if (of := each.header["prompts"].get("of")) is not None:
             text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
-    write_report(args.output, content | {"folders": args.folders})
+    write_report(args.output, report.to_dict() | {"folders": args.folders})
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, args.thresholds)
     print(text)

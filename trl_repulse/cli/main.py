@@ -70,7 +70,7 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
 
 
 def check_training_names(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` unless all names in a file are those of a training command."""
+    """Raises a `ValueError` unless all names in a file are those of a training command. Imports TRL in a process of its own."""
     known = without_torch(training_names)
     for name, value in values.items():
         if name not in known:

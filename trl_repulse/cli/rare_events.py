@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     estimates.add_argument(
         "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
     )
-    estimates.add_argument(
-        "--labels", metavar="FILE", type=Path, help="labelled completions of these very draws, for P(truly bad)"
-    )
     parser.set_defaults(run=run)
 
 
@@ -67,22 +63,18 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from ..evaluation._generation import process_state
     from ..evaluation.rare.report import format_report
-    from .audit import format_audit
 
     state = process_state()
     report = estimate(args)
-    audit = report.pop("audit")
     if state.is_main_process:
-        write_report(args.output, report if audit is None else report | {"audit": audit.to_dict()})
-        text = format_report(report)
-        print(text if audit is None else f"{text}\n\n{format_audit(audit, args.confidence)}")
+        write_report(args.output, report)
+        print(format_report(report))
     state.destroy_process_group()
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before torch is imported."""
-    from ..evaluation.audit_labels import read_rows
     from ..evaluation.rare.counts import OF_POLICY, OF_REFERENCE, TILTED, check_counts, pilot_counts
     from ..evaluation.tails import check_share, check_sizes
 
@@ -126,8 +118,6 @@ def _check(args: argparse.Namespace) -> None:
         if not math.isfinite(threshold):
             raise ValueError(f"`--threshold {threshold:g}` must be a number.")
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
-    if args.labels is not None:
-        read_rows(args.labels)
     if args.samples is not None:
         check_output(args.samples, "--samples")
     if args.num_proposal_samples is not None:
@@ -139,15 +129,14 @@ def _check(args: argparse.Namespace) -> None:
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """
-    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings`, the
-    names of the `components`, and `audit`, an [`~trl_repulse.evaluation.audit.Audit`] or `None`.
+    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
+    the names of the `components`.
     """
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
-    from ..evaluation.audit import audit_judge
-    from ..evaluation.audit_labels import read_labels, scored_draws, write_scored
+    from ..evaluation.audit_labels import scored_draws, write_scored
     from ..evaluation.rare.components import Component
     from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
@@ -199,16 +188,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         names, parts = ["policy", *components], [policy, *components.values()]
         counts = [args.num_samples, *(args.num_proposal_samples for _ in components)]
         draws = draw(parts, tokenizer, prompts, reward, counts, args.max_completion_length, **shared)
-    audit = None
-    if args.samples is not None or args.labels is not None:
-        scored = scored_draws(texts, draws.sample, draws.texts)
-        if args.samples is not None and process_state().is_main_process:
-            write_scored(args.samples, scored)
-        try:
-            audit = audit_judge(scored, read_labels(args.labels, scored), args.confidence) if args.labels else None
-        except ValueError as error:  # the draws are not lost
-            note = f"`--labels` is left out: {error} `trl-repulse audit SAMPLES LABELS` needs no equal draws."
-            print(f"trl-repulse rare-events: {note}", file=sys.stderr)
+    if args.samples is not None and process_state().is_main_process:
+        write_scored(args.samples, scored_draws(texts, draws.sample, draws.texts))
     report = rare_event_report(draws.sample, args.threshold, args.level, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
-    return {"settings": settings, "components": names, "audit": audit, **report}
+    return {"settings": settings, "components": names, **report}

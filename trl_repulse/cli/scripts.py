@@ -138,14 +138,8 @@ def run(
     is_embedded = model_args.model_name_or_path is None
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
     check_output_dir(args)
-    # On the command line the field is text: a path, or `true` for the last checkpoint, or `false`
-    resume = args.resume_from_checkpoint
-    resume = {"true": True, "false": None}.get(str(resume).lower(), resume)
-    if resume:  # before models are loaded
-        resume = find_checkpoint(resume, args.output_dir)
-        if args.should_save:
-            print(f"Training goes on from {resume}.")
-    elif args.should_save and not issubclass(trainer_cls, BaseTrainer):  # ours warn themselves
+    resume = _checkpoint(args)  # before models are loaded
+    if not resume and args.should_save and not issubclass(trainer_cls, BaseTrainer):  # ours warn themselves
         warn_of_a_run(args.output_dir)
     check_loadable(args, None, model=model_name)  # TRL's trainers do not say which argument cannot be loaded
     dataset, held_out = load_data(script_args, args, model_name)
@@ -187,21 +181,12 @@ def run(
             raise KeyboardInterrupt(how_to_resume(args.output_dir) if args.should_save else "") from None
         trainer.save_model(args.output_dir)
         trainer.save_state()  # the log of all metrics, which `trl-repulse diagnose` reads
-        unseen: dict[str, float] = {}
-        others = embedded.stored_results() if is_embedded else {}
+        unseen, others = {}, {}
         if script_args.eval_dataset_name is not None:
-            trainer.evaluate()
-            threshold = getattr(trainer, "bad_reward_threshold", None)
-            if script_args.num_final_samples and threshold is not None:
-                given = (trainer, script_args, held_out, threshold)
-                unseen = estimate_unseen(*given, args.output_dir)
-                if not is_embedded:
-                    revision = (args.model_init_kwargs or {}).get("revision")
-                    initial = estimate_unseen(*given, model_name, revision=revision)
-                    others = {"initial policy": initial | {"kl": 0.0, "samples": 0}}
-                Trainer.log(trainer, dict(unseen))  # to the trackers
+            unseen, others = _evaluate(trainer, script_args, held_out, None if is_embedded else model_name)
+        notes = ["(the other columns are stored results)"] * is_embedded
         if trainer.is_world_process_zero():
-            report(trainer, tracking, method, unseen, others, ["(the other columns are stored results)"] * is_embedded)
+            report(trainer, tracking, method, unseen, embedded.stored_results() if is_embedded else others, notes)
         if args.push_to_hub:
             is_local = name is None or Path(name).expanduser().exists()  # a file or a folder is no name on the Hub
             trainer.push_to_hub(dataset_name=None if is_local else name)
@@ -210,6 +195,41 @@ def run(
         if table is not None:
             table.write(Path(args.output_dir) / "completions" / "before_after.md")
     trainer.end()
+
+
+def _checkpoint(args: Any) -> str | None:
+    """
+    The checkpoint that `resume_from_checkpoint` names, which is text on the command line: a path, or `true` for the last one, or `false`.
+    The main process prints it. Raises a `ValueError` if there is none.
+    """
+    given = args.resume_from_checkpoint
+    given = {"true": True, "false": None}.get(str(given).lower(), given)
+    if not given:
+        return None
+    found = find_checkpoint(given, args.output_dir)
+    if args.should_save:
+        print(f"Training goes on from {found}.")
+    return found
+
+
+def _evaluate(
+    trainer: Trainer, script_args: TrainingScriptArguments, held_out: Any, initial: str | None
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """
+    Evaluates on held-out prompts. Returns P(bad) of the policy, and of the `initial` model (if any) by its name in the report; nothing
+    without `num_final_samples` and a threshold. All processes must call it.
+    """
+    args, threshold = trainer.args, getattr(trainer, "bad_reward_threshold", None)
+    trainer.evaluate()
+    if not script_args.num_final_samples or threshold is None:
+        return {}, {}
+    given = (trainer, script_args, held_out, threshold)
+    unseen, others = estimate_unseen(*given, args.output_dir), {}
+    if initial is not None:
+        before = estimate_unseen(*given, initial, revision=(args.model_init_kwargs or {}).get("revision"))
+        others = {"initial policy": before | {"kl": 0.0, "samples": 0}}
+    Trainer.log(trainer, dict(unseen))  # to the trackers
+    return unseen, others
 
 
 def _check_as_ours(trainer: Trainer, prompts: Dataset | IterableDataset) -> None:

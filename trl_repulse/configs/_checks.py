@@ -14,6 +14,10 @@ from ..data._prompts import check_template_variables
 
 # Generation arguments that cannot change the distribution completions are drawn from.
 HARMLESS_GENERATION_KWARGS = {"use_cache", "cache_implementation", "cache_config", "prefill_chunk_size", "max_time"}
+_OF_SECOND_MODEL = """
+    proposal_updates_per_step proposal_update_order proposal_loss proposal_parameterization push_proposal_to_hub
+    hub_proposal_model_id proposal_vllm_server_base_url proposal_vllm_group_port
+""".split()
 _TRUE = ("1", "on", "true", "yes")
 # Trackers that can upload whole checkpoints or `output_dir` (transformers 5.23): the environment variable, its default, and
 # the values that turn it on.
@@ -34,9 +38,11 @@ def require(args: Any, condition: bool, name: str, remedy: str) -> None:
         raise ValueError(f"`{name}={getattr(args, name)!r}` {remedy}.")
 
 
-def require_defaults(args: Any, defaults: dict[str, Any], remedy: str) -> None:
-    """Raises `ValueError` unless all fields have their defaults, which `remedy` may show as `{!r}`."""
-    for name, default in defaults.items():
+def require_defaults(args: Any, remedy: str, *names: str) -> None:
+    """Raises `ValueError` unless these fields have the defaults of this package's class, which `remedy` may show as `{!r}`."""
+    ours: Any = next(cls for cls in type(args).__mro__ if cls.__module__.startswith("trl_repulse."))
+    for name in names:
+        default = ours.__dataclass_fields__[name].default
         require(args, getattr(args, name) == default, name, remedy.format(default))
 
 
@@ -104,18 +110,18 @@ def own_precision(args: Any) -> Iterator[None]:
 
 def check_transform(args: Any) -> None:
     """Checks the fields of a reward transform."""
-    require_finite(args, "reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
+    numbers = ("reward_transform_alpha", "reward_transform_beta", "reward_transform_threshold")
+    require_finite(args, *numbers)
     if args.reward_transform is None:
-        unset = {"reward_transform_alpha": 1.0, "reward_transform_beta": -1.0, "reward_transform_threshold": None}
-        require_defaults(args, unset, "has no effect; set `reward_transform` to 'exponential' or 'indicator'")
+        require_defaults(args, "has no effect; set `reward_transform` to 'exponential' or 'indicator'", *numbers)
     require(args, args.reward_transform_alpha >= 0, "reward_transform_alpha", "must be at least 0")
     unused = f"has no effect with `reward_transform='{args.reward_transform}'`; leave it at {{}}"
     if args.reward_transform == "exponential":
-        require_defaults(args, {"reward_transform_threshold": None}, unused)
+        require_defaults(args, unused, "reward_transform_threshold")
         remedy = "must be below 0: the exponential transform takes the most from the lowest rewards"
         require(args, args.reward_transform_beta < 0, "reward_transform_beta", remedy)
     if args.reward_transform == "indicator":
-        require_defaults(args, {"reward_transform_beta": -1.0}, unused)
+        require_defaults(args, unused, "reward_transform_beta")
         remedy = "is needed by `reward_transform='indicator'`; set the reward under which a completion is penalised"
         require(args, args.reward_transform_threshold is not None, "reward_transform_threshold", remedy)
 
@@ -199,7 +205,7 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
         require(args, args.proposal_temperature == 1.0, "proposal_temperature", remedy)
     _check_sampling(args)
     if args.negative_loss != "reinforce":
-        require_defaults(args, {"negative_baseline": "none"}, "has no effect; set `negative_loss='reinforce'`")
+        require_defaults(args, "has no effect; set `negative_loss='reinforce'`", "negative_baseline")
     if in_rows:
         _check_rows(args)
     if args.draws_twice:
@@ -227,8 +233,7 @@ def _check_target(args: Any) -> None:
         remedy = "is needed by `potential='indicator'`; set the reward under which a completion counts as bad"
         known = args.alpha == 0 or args.draws_hot or args.bad_reward_threshold is not None
         require(args, known, "bad_reward_threshold", remedy)
-        remedy = "has no effect on the indicator potential; leave it unset"
-        require_defaults(args, {"target_dist_beta_start": None}, remedy)
+        require_defaults(args, "has no effect on the indicator potential; leave it unset", "target_dist_beta_start")
     if args.reward_cap is not None:
         require(args, math.isfinite(args.reward_cap), "reward_cap", "must be a finite number, or left unset")
         require(args, args.potential == "tilted", "reward_cap", "acts on the tilted potential only; leave it unset")
@@ -267,8 +272,8 @@ def _check_rows(args: Any) -> None:
             "is too few for the policy as its own proposal, whose weights compare a prompt's samples; set at least 2"
         )
         require(args, args.num_generations >= 2, "num_generations", remedy)
-    unset = {"negative_loss": "push_down", "proposal_updates_per_step": 1, "proposal_update_order": "before"}
-    require_defaults(args, unset, "is for `RePULSeTrainer` alone; leave it at {!r}")
+    remedy = "is for `RePULSeTrainer` alone; leave it at {!r}"
+    require_defaults(args, remedy, "negative_loss", "proposal_updates_per_step", "proposal_update_order")
     remedy = "is for `RePULSeTrainer` alone; choose 'ctl', 'ctl_no_second_term', 'sixo' or 'vargrad'"
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
@@ -315,23 +320,13 @@ def _check_cut_prompts(args: Any) -> None:
     )
     same = args.num_proposal_generations in (None, args.num_generations)
     require(args, same, "num_proposal_generations", remedy)
-    require_defaults(args, {"proposal_updates_per_step": 1, "proposal_update_order": "before"}, remedy)
+    require_defaults(args, remedy, "proposal_updates_per_step", "proposal_update_order")
     require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
 
 def _check_no_proposal(args: Any) -> None:
-    unset = {
-        "proposal_updates_per_step": 1,
-        "proposal_update_order": "before",
-        "proposal_loss": "ctl",
-        "proposal_parameterization": "token",
-        "push_proposal_to_hub": False,
-        "hub_proposal_model_id": None,
-        "proposal_vllm_server_base_url": None,
-        "proposal_vllm_group_port": 51217,
-    }
     remedy = f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {{!r}}"
-    require_defaults(args, unset, remedy)
+    require_defaults(args, remedy, *_OF_SECOND_MODEL)
     if args.proposal == "policy":
         remedy = (
             "asks for samples beside the policy's own; set `proposal` to 'hot_policy' or 'learned', or leave it unset"
@@ -344,9 +339,7 @@ def _check_no_proposal(args: Any) -> None:
         fits = not args.use_vllm or args.proposal_temperature <= 2.0
         remedy = "is above what vLLM draws at: it takes temperatures up to 2; lower it, or set `use_vllm=False`"
         require(args, fits, "proposal_temperature", remedy)
-    require_defaults(
-        args, {"negative_loss": "push_down"}, "does not go with `proposal='hot_policy'`; leave it at {!r}"
-    )
+    require_defaults(args, "does not go with `proposal='hot_policy'`; leave it at {!r}", "negative_loss")
 
 
 def check_uploads(args: Any, pushing: bool = False) -> None:
@@ -363,7 +356,7 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
         remedy = "is the policy's repository; name another, or leave it unset"
         require(args, args.hub_proposal_model_id != policy, "hub_proposal_model_id", remedy)
     else:
-        require_defaults(args, {"hub_proposal_model_id": None}, "has no effect; set `push_proposal_to_hub=True`")
+        require_defaults(args, "has no effect; set `push_proposal_to_hub=True`", "hub_proposal_model_id")
     report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # set by hand
     if "all" in report_to:
         from .._trl import get_available_reporting_integrations  # slow import

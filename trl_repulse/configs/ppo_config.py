@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ._checks import check_second_schedule, check_shared, own_precision, require
+from ._checks import check_second_schedule, check_shared, own_precision, require, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -123,12 +123,11 @@ def _check_group_free(args: PPOConfig) -> None:
     """Refuses GRPO's options for group advantages and for losses other than PPO's."""
     remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
     require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
-    unused = "has no effect: advantages come from the value model, not from a prompt's other completions"
-    remedy = f"{unused}; leave it at 'none' and see `whiten_advantages`"
-    require(args, args.scale_rewards == "none", "scale_rewards", remedy)
-    remedy = f"{unused}; leave it at 'sum_then_normalize'"
-    require(args, args.multi_objective_aggregation == "sum_then_normalize", "multi_objective_aggregation", remedy)
-    remedy = "does not fit advantages of tokens; set 'token'"
-    require(args, args.importance_sampling_level == "token", "importance_sampling_level", remedy)
+    unused = (
+        "has no effect: advantages come from the value model, not from a prompt's other completions; leave it at {!r}, "
+        "and see `whiten_advantages`"
+    )
+    require_defaults(args, unused, "scale_rewards", "multi_objective_aggregation")
+    require_defaults(args, "does not fit advantages of tokens; set {!r}", "importance_sampling_level")
     remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
-    require(args, args.off_policy_mask_threshold is None, "off_policy_mask_threshold", remedy)
+    require_defaults(args, remedy, "off_policy_mask_threshold")

@@ -1,7 +1,7 @@
 """Configuration of [`~trl_repulse.ReinforceTrainer`]."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from trl import GRPOConfig
@@ -120,9 +120,8 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         with own_precision(self):
             super().__post_init__()
         check_shared(self)
-        defaults = {each.name: each.default for each in fields(ReinforceConfig)}
         for what, names in _GRPO_ONLY.items():
-            require_defaults(self, {name: defaults[name] for name in names}, what + "; leave it at {!r}")
+            require_defaults(self, what + "; leave it at {!r}", *names)
         if self.reward_clip_range is not None:
             # PyYAML reads numbers like 1e-3 as text
             limits = [] if isinstance(self.reward_clip_range, str) else list(map(float, self.reward_clip_range))
@@ -133,7 +132,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         self._check_cvar()
         self._check_constraint()
         if self.baseline != "constant":
-            require_defaults(self, {"baseline_constant": 0}, "has no effect; set `baseline='constant'`")
+            require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")
         else:
             remedy = (
                 "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
@@ -142,8 +141,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
 
     def _check_cvar(self) -> None:
         if self.cvar_level is None:
-            unset = {"cvar_over": "batch", "cvar_schedule_ratio": 0.5}
-            return require_defaults(self, unset, "has no effect; set `cvar_level`")
+            return require_defaults(self, "has no effect; set `cvar_level`", "cvar_over", "cvar_schedule_ratio")
         remedy = "must be above 0 and at most 1: the share of the worst rewards that counts"
         require(self, 0 < self.cvar_level <= 1, "cvar_level", remedy)
         remedy = "must be from 0 to 1: the share of the updates in which the level falls to `cvar_level`"
@@ -160,8 +158,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
 
     def _check_constraint(self) -> None:
         if self.max_bad_probability is None:
-            unset = {"constraint_learning_rate": 0.02}
-            return require_defaults(self, unset, "has no effect; set `max_bad_probability`")
+            return require_defaults(self, "has no effect; set `max_bad_probability`", "constraint_learning_rate")
         remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
         require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)
         remedy = "is needed by `max_bad_probability`; set the reward under which a completion counts as bad"

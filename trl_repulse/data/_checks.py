@@ -275,11 +275,9 @@ def fitting_prompts(
     is in the batch; 0 tokens where it depends on the batch.
     """
     text_config = config.get_text_config()
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [each.get("rope_type") for each in (parameters, *parameters.values()) if isinstance(each, dict)]
     lengths = (getattr(text_config, "max_position_embeddings", None), max_length)
     context = min((length for length in lengths if length is not None), default=math.inf)
-    return 0 if "longrope" in kinds else context - max_completion_length, text_config.vocab_size
+    return 0 if _longrope(config) else context - max_completion_length, text_config.vocab_size
 
 
 def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: list[bool]) -> None:
@@ -298,14 +296,17 @@ def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: 
         )
 
 
+def _longrope(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """Parameters of longrope, of the model or of each kind of layer that has it."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    each_kind = [value for value in (parameters, *parameters.values()) if isinstance(value, dict)]
+    return [value for value in each_kind if value.get("rope_type") == "longrope"]
+
+
 def _check_rotary_factors(lengths: list[int], config: PretrainedConfig, max_completion_length: int) -> None:
     """Refuses lengths on both sides of the limit at which longrope changes its factors for a whole batch."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    by_layer = [value for value in parameters.values() if isinstance(value, dict)]  # by kind of layer
-    for each in (parameters, *by_layer):
-        if each.get("rope_type") != "longrope":
-            continue
-        original = each["original_max_position_embeddings"]
+    for parameters in _longrope(config):
+        original = parameters["original_max_position_embeddings"]
         if min(lengths) <= original < max(lengths) + max_completion_length:
             raise ValueError(
                 f"The model reads a whole batch otherwise once a row of it has more than {original} tokens (longrope), so that "

@@ -183,10 +183,24 @@ def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def from_columns(columns: dict[str, list[Any]]) -> Dataset:
-    """A data set of columns; lists and objects that Arrow would change are [`ExactJson`]. Raises one of `UNFIT` if a
-    column does not fit."""
-    return Dataset.from_dict(columns, features=Features({name: _type_of(column) for name, column in columns.items()}))
+def from_columns(columns: dict[str, list[Any]], of: str = "the data set") -> Dataset:
+    """A data set of columns; lists and objects that Arrow would change are [`ExactJson`]. Raises a `ValueError` that names
+    a column that a data set cannot hold; `of` says in the message where it comes from."""
+    features = {}
+    for name, values in columns.items():
+        try:
+            features[name] = _type_of(values)
+            if isinstance(features[name], ExactJson):
+                Dataset.from_dict({name: values}, features=Features({name: features[name]}))
+        except UNFIT as error:
+            fault, remedy = f"mixes types ({error})", "give each column one type"
+            if isinstance(error, RecursionError) or "Recursion level" in str(error):
+                fault, remedy = "has values that are nested too deeply", "flatten them, or write them as text"
+            elif isinstance(error, OverflowError | UnicodeEncodeError):
+                fault = f"has a value that a data set cannot hold ({error})"
+                remedy = "a whole number of more than 63 bits, or half of a surrogate pair in a text; correct it, or write numbers as text"
+            raise ValueError(f"The column `{name}` of {of} {fault}: {remedy}.") from error
+    return Dataset.from_dict(columns, features=Features(features))
 
 
 def _type_of(values: list[Any]) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
 from ._prompts import check_conversations, render
-from ._tables import UNFIT, check_names, columns_of, from_columns, read_csv, read_json
+from ._tables import check_names, columns_of, from_columns, read_csv, read_json
 
 
 LOCAL_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -198,28 +198,9 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
         columns["prompt"] = columns.pop(column)
     # Before Arrow, whose error about mixed text and messages does not name the row
     _check_prompts(columns["prompt"], str(path))
-    try:
-        dataset = from_columns(columns)
-    except UNFIT:
-        for name, values in columns.items():
-            _check_values(name, values, path)
-        raise
+    dataset = from_columns(columns, f"`{path}`")
     check_dataset(dataset, str(path))
     return dataset
-
-
-def _check_values(name: str, values: list[Any], path: Path) -> None:
-    """Refuses a column that a data set cannot hold."""
-    try:
-        from_columns({name: values})
-    except UNFIT as error:
-        fault, remedy = f"mixes types ({error})", "give each column one type"
-        if isinstance(error, RecursionError) or "Recursion level" in str(error):
-            fault, remedy = "has values that are nested too deeply", "flatten them, or write them as text"
-        elif isinstance(error, OverflowError | UnicodeEncodeError):
-            fault = f"has a value that a data set cannot hold ({error})"
-            remedy = "a whole number of more than 63 bits, or half of a surrogate pair in a text; correct it, or write numbers as text"
-        raise ValueError(f"The column `{name}` of `{path}` {fault}: {remedy}.") from error
 
 
 def _read_parquet(path: Path) -> Dataset:

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from huggingface_hub.utils import httpx
 
-from ._texts import Messages, as_queries, pick_labels
+from ..configs._checks import require_at_least
+from ._texts import Messages, as_queries, pick_labels, read_rewards
 
 
-_LARGEST = 3.4e38  # TRL keeps rewards in single precision
 _TRY_AGAIN = (408, 425, 429)  # 4xx statuses that are worth a retry
 
 
@@ -42,7 +42,7 @@ class RemoteReward:
     Reward from one or several servers, in the format of OpenRLHF's remote reward models.
 
     A request is a POST of `{"query": [...], "prompts": [...], "labels": [...]}`, one entry a completion; the answer is
-    `{"rewards": [...]}`, one finite number each. A query is the prompt followed by its completion: text, or a list of
+    `{"rewards": [...]}`, one finite number or `null` each. A query is the prompt followed by its completion: text, or a list of
     messages, to which the server can apply its own template. The requests of a call share connections.
 
     Args:
@@ -82,9 +82,8 @@ class RemoteReward:
         self._sent = 0  # number of requests, which decides the next server
         if not self.urls:
             raise ValueError("`url` is empty; give the address of at least one server.")
-        for option, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
-            if getattr(self, option) < least:
-                raise ValueError(f"`{option}` must be at least {least}, got {getattr(self, option)}.")
+        require_at_least(self, 1, "batch_size")
+        require_at_least(self, 0, "retries", "backoff")
         if self.timeout <= 0:
             raise ValueError(f"`timeout` must be positive, got {self.timeout}.")
         read_token(self.token_variable)
@@ -102,7 +101,7 @@ class RemoteReward:
         completions: list[str] | list[Messages],
         completion_ids: list[list[int]] | None = None,
         **kwargs: Any,
-    ) -> list[float]:
+    ) -> list[float | None]:
         """Rewards of completions, as TRL calls a reward function; of `kwargs`, the column `label_column` is sent."""
         columns = {
             "query": as_queries(prompts, completions),
@@ -126,7 +125,7 @@ class RemoteReward:
 
     def _request(
         self, client: httpx.Client, payload: dict[str, list[Any]], turn: int, token: str | None
-    ) -> list[float]:
+    ) -> list[float | None]:
         """Rewards of one request, sent to the server whose turn it is and, after failures, to the next ones."""
         failures = {}
         for attempt in range(self.retries + 1):
@@ -170,8 +169,8 @@ def read_token(variable: str | None) -> str | None:
     return token
 
 
-def _read_rewards(body: bytes, count: int, url: str, token: str | None) -> list[float]:
-    """The rewards in an answer. Raises `ValueError`, without the token, if they are not `count` finite numbers."""
+def _read_rewards(body: bytes, count: int, url: str, token: str | None) -> list[float | None]:
+    """The rewards in an answer. Raises `ValueError`, without the token, if they are not `count` finite numbers or `null`."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
@@ -181,15 +180,8 @@ def _read_rewards(body: bytes, count: int, url: str, token: str | None) -> list[
         said = _hide(body.decode(errors="replace"), token)[:100]
         wrong = ", which is not JSON" if answer is None else ' instead of {"rewards": [...]}'
         raise ValueError(f"The reward server {url} answered {said!r}{wrong}.")
-    if len(rewards) != count:
-        raise ValueError(f"The reward server {url} answered {len(rewards)} rewards for {count} completions.")
-    for i, reward in enumerate(rewards):
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= _LARGEST:
-            raise ValueError(
-                f"The reward server {url} answered {_hide(repr(reward), token):.60} for completion {i} of {count}; a "
-                "reward must be a finite number."
-            )
-    return [float(reward) for reward in rewards]
+    rewards = [each if isinstance(each, int | float | None) else _hide(repr(each), token) for each in rewards]
+    return read_rewards(rewards, f"The reward server {url}", count)
 
 
 def _hide(text: str, token: str | None) -> str:

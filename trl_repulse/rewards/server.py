@@ -80,6 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, rewards=rewards)
 
     def _answer(self, status: int, **answer: Any) -> None:
+        """Sends a status, and the keywords as a JSON object, to the client."""
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
