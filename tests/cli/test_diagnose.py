@@ -365,3 +365,13 @@ def test_a_trainer_warns_of_a_symptom_once_and_sends_one_alert(caplog, monkeypat
     assert warnings_of("sound", caplog, sent := []) == [] == sent
     monkeypatch.setattr(logs, "PATIENCE", 1000)
     assert all("The proposal has collapsed" in message for message in warnings_of("rising_kl", caplog, sent))
+
+
+def test_noise_is_no_symptom():
+    """Means of 64 samples around a plateau, the same for all."""
+    noise = [math.sin(12.9898 * i) * 43758.5453 % 1 - 0.5 for i in range(1001)]
+    names = {"reward": 4.0, "return": 4.0, "proposal/reward": -6.0, "kl": 0.1}
+    log = make_log(updates=400, every=1, **{name.replace("/", "__"): value for name, value in names.items()})
+    for i, entry in enumerate(log):
+        entry |= {name: value + noise[i] * min(abs(value), 1.0) for name, value in names.items()}
+    assert seen(log) == []

@@ -1,6 +1,7 @@
 """What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -309,3 +310,16 @@ def test_results_and_card_have_the_precision_that_was_used(tmp_path, monkeypatch
     assert found["settings"]["bf16"] is False and found["settings"]["mixed_precision"] == "no"
     assert found["final"] == expected["final"]
     assert "| `mixed_precision` | no |" in (tmp_path / "launched" / "README.md").read_text()
+
+
+@pytest.mark.thorough
+def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
+    """TRL's own trainer gets the warning as well, once."""
+    said = []
+    monkeypatch.setattr("trl_repulse.data._prompts.logger.warning_once", said.append)
+    shutil.copytree(two_tokens.policy_path(), tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    run("grpo", tmp_path / "out", "--model_name_or_path", str(tmp_path / "chat"), "--num_table_completions", "0")
+    assert len(said) == 1 and "`--apply_chat_template`" in said[0]
