@@ -191,6 +191,8 @@ def test_an_unknown_field_is_answered_with_the_nearest(capsys):
     assert main(["gcg", "--serach_width", "3"]) == 1
     error = capsys.readouterr().err
     assert error == "trl-repulse gcg: `--serach_width` is no argument; remove it. Did you mean `--search_width`?\n"
+    assert main(["repulse", "--model", "m"]) == 1  # as other commands call it
+    assert "Did you mean `--model_name_or_path`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gcg"])
