@@ -355,7 +355,8 @@ def _finds_no_more(log: RunLog) -> str | None:
         return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
     gain = log.spans("proposal/gain")[-1] if "proposal/gain" in log.columns else None
     extra, own = (each[-1].mean for each in spans)
-    if gain is None or gain.mean >= GAIN or extra > own == 0:  # what extra samples alone find is too rare to move the gain
+    # What extra samples alone find is too rare to move the gain
+    if gain is None or gain.mean >= GAIN or extra > own == 0:
         return None
     return f"`proposal/gain` is {gain.mean:.2g} ({gain}), and 1 where extra samples are worth as much as more of the policy's own"
 
