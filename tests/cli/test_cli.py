@@ -169,6 +169,11 @@ def test_unknown_names_are_answered_with_the_nearest(capsys, arguments, words):
     assert exit_.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_a_field_by_the_name_it_has_in_other_commands_is_answered_with_its_own(capsys):
+    assert main(["repulse", "--model", "m"]) == 1
+    assert "Did you mean `--model_name_or_path`?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "gcg"])
 def test_a_missing_package_is_one_line_with_its_remedy(monkeypatch, capsys, command):
     def run(args):

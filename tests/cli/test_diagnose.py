@@ -130,6 +130,8 @@ def test_sound_logs(sound, every):
         {"entropy": lambda t: 2.2 - 1.8 * t},  # a fifth is left, as in sound runs, and it is much
         {"entropy": lambda t: 2 - 1.2 * t if not 0.5 < t < 0.6 else 0.1},  # it came back
         {"completions__distinct": 0.125},  # one answer from the start on
+        # Extra samples alone find something
+        {"negative__p_bad": 1e-6, "proposal__gain": 0.6, "bad_fraction": lambda t: max(0, 0.01 - t)},
     ],
 )
 def test_what_only_looks_like_a_symptom(columns):

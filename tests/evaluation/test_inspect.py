@@ -219,10 +219,11 @@ def test_answers_are_shown_worst_first_and_side_by_side(tmp_path, capsys):
     assert [each.role for each in worst.messages] == ["system", "user", "assistant", "assistant"]
     assert worst.scores["after"].metadata["log_prob"] is None  # JSON has no infinity
     assert log.samples[1].scores["before"].metadata["log_prob"] == -2.0
-    bad = {each.name: each.metrics["prob_bad"].value for each in log.results.scores}
+    assert log.eval.viewer.trust_content is False  # the viewer renders nothing that a model wrote
+    bad = {each.name: each.metrics["P(bad)"].value for each in log.results.scores}
     expected = tails.prob_below(rewards + 2, -2.0)
     assert bad == {"before": 0.5, "after": expected.value}
-    assert log.results.scores[1].metrics["prob_bad_high"].value == expected.high
+    assert log.results.scores[1].metrics["high"].value == expected.high
 
     folders = [str(tmp_path / name) for name in ("before", "after")]
     for command, words in (("compare", folders), ("evaluate", folders[:1])):

@@ -71,7 +71,9 @@ class Parser(argparse.ArgumentParser):
             # Without its value, which may be an address with a key
             flag = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
-            hint = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), known)
+            name = flag.lstrip("-").replace("-", "_")
+            name = next((names[0] for names in SYNONYMS if name in names), name)  # as training commands have it
+            hint = did_you_mean(f"--{name}", known)
             self.error(f"`{flag}` is no argument; remove it.{hint}")
         return namespace, unknown
 

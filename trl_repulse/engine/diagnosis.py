@@ -352,11 +352,14 @@ def _finds_no_more(log: RunLog) -> str | None:
     if not log.is_hot:
         raise Unknown("there is no hot policy, as far as log and settings tell")
     names = "proposal/bad_fraction", "bad_fraction"
-    extra, own = (statistics.fmean(span.mean for span in log.spans(name)) for name in names)
+    spans = [log.spans(name) for name in names]
+    extra, own = (statistics.fmean(span.mean for span in each) for each in spans)
     if own >= extra > 0:  # where nothing is found, that is another symptom
         return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
     gain = log.spans("proposal/gain")[-1] if "proposal/gain" in log.columns else None
-    if gain is None or gain.mean >= GAIN:
+    extra, own = (each[-1].mean for each in spans)
+    # What extra samples alone find is too rare to move the gain
+    if gain is None or gain.mean >= GAIN or extra > own == 0:
         return None
     return f"`proposal/gain` is {gain.mean:.2g} ({gain}), and 1 where extra samples are worth as much as more of the policy's own"
 

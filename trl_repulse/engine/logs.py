@@ -545,10 +545,6 @@ class Tables:
             for reward, *texts in zip(known, logs["prompt"], logs["completion"], strict=bool(known)):
                 if reward is not None and not math.isnan(reward):
                     worst.append((step, model, *map(_text, texts), reward))
-        if worst:
-            lowest_first = sorted(worst, key=lambda row: row[-1])[:_WORST]
-            columns = ["step", "model", "prompt", "completion", "reward"]
-            tables["worst_completions"] = pd.DataFrame(lowest_first, columns=columns)
         if (logs := self.extra)["prompt"]:
             if is_rich_available():
                 extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
@@ -559,6 +555,10 @@ class Tables:
             if self._args.log_unique_prompts:
                 table = table[~table["prompt"].astype(str).duplicated()]
             tables["proposal_completions"] = table
+        if worst:  # behind the other tables: trackio shows the last one first
+            lowest_first = sorted(worst, key=lambda row: row[-1])[:_WORST]
+            columns = ["step", "model", "prompt", "completion", "reward"]
+            tables["worst_completions"] = pd.DataFrame(lowest_first, columns=columns)
         trackers.tables(tables, step)
 
 
@@ -654,4 +654,5 @@ class Watch:
                 self._told.add(finding.symptom)
                 logger.warning(str(finding))
                 if state.is_world_process_zero:
-                    self.trackers.alert(SYMPTOMS[finding.symptom].title, str(finding), step)
+                    title = SYMPTOMS[finding.symptom].title
+                    self.trackers.alert(title, str(finding).removeprefix(f"{title}: "), step)

@@ -25,6 +25,7 @@ from inspect_ai.log import (
     EvalSample,
     EvalScore,
     EvalSpec,
+    EvalStats,
     read_eval_log,
     write_eval_log,
 )
@@ -40,6 +41,7 @@ from inspect_ai.model import (
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from inspect_ai.viewer import TaskSamplesColumn, TaskSamplesView, ViewerConfig
 from transformers import GenerationConfig
 
 from ..data._checks import check_prompt_lengths
@@ -259,7 +261,8 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
                 rows.setdefault((prompt, rank), {})[name] = answers[prompt * size + place]
         metrics[name] = {"mean": float(rewards.mean())}
         if threshold is not None:
-            metrics[name] |= _values("prob_bad", tails.prob_below(rewards, threshold))
+            bad = tails.prob_below(rewards, threshold)
+            metrics[name] |= {"P(bad)": bad.value, "low": bad.low, "high": bad.high}  # short: the viewer cuts names
     write_answers(path, list(rows.values()), metrics)
 
 
@@ -271,16 +274,22 @@ def write_answers(
     and `reward`; the rest is metadata. `metrics` are those of each name.
     """
     rows = sorted(rows, key=lambda row: min(each["reward"] for each in row.values()))
-    model = " and ".join(metrics)
+    model, now = " and ".join(metrics), datetime.now(UTC).isoformat(timespec="seconds")
+    columns = [TaskSamplesColumn(id=name) for name in ("sampleId", "input", "answer")]
+    columns += [TaskSamplesColumn.score(name) for name in metrics]
+    columns += [TaskSamplesColumn(id=x, visible=False) for x in ("sampleStatus", "target", "tokens", "duration")]
     log = EvalLog(
         status="success",
         eval=EvalSpec(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now,
             task=_VIEWED,
             dataset=EvalDataset(samples=len(rows)),
             model=model,
             config=EvalConfig(),
+            # What a model wrote is shown as plain text: no links, no images
+            viewer=ViewerConfig(trust_content=False, task_samples_view=TaskSamplesView(name=_VIEWED, columns=columns)),
         ),
+        stats=EvalStats(started_at=now, completed_at=now),
         results=EvalResults(
             total_samples=len(rows),
             completed_samples=len(rows),
@@ -325,7 +334,7 @@ def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> EvalSampl
     for name, each in row.items():
         text = each["completion"]
         scores[name] = Score(
-            value=each["reward"],
+            value=float(f"{each['reward']:.3f}"),  # the metadata has the exact reward
             answer=text,
             metadata=finite_json({key: it for key, it in each.items() if key != "completion"}),
         )
