@@ -76,7 +76,7 @@ def main() -> None:
         batch_size=500,
         seed=options.seed,
     )
-    report = rare_event_report(draws.sample, [THRESHOLD], [LEVEL], [10**6, 10**9])
+    report = rare_event_report(draws.sample, [THRESHOLD], [LEVEL])
     print(format_report(report))
 
     bad_tokens = two_tokens.bad_token_ids(tokenizer)

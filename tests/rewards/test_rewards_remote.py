@@ -145,6 +145,25 @@ def test_the_next_server_stands_in(serve):
     assert len(bad.payloads) == 2
 
 
+def test_an_answer_that_breaks_off_behind_its_status_is_asked_for_again():
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def reset():
+        for _ in range(2):
+            connection, _ = listener.accept()
+            asked.append(connection.recv(65536))
+            connection.sendall(b"HTTP/1.1 503 Busy\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nno")
+            connection.close()
+
+    threading.Thread(target=reset, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    with pytest.raises(ConnectionError, match=rf"^2 requests .*{url} \(peer closed connection"):
+        RemoteReward(url, retries=1, backoff=0.01)(PROMPTS, COMPLETIONS)
+    listener.close()
+    assert len(asked) == 2
+
+
 def test_a_slow_server(serve):
     done = threading.Event()
 

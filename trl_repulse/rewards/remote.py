@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from huggingface_hub.utils import httpx
 
-from ..configs._checks import require_at_least
 from ._texts import Messages, as_queries, pick_labels, read_rewards
 
 
@@ -82,8 +81,9 @@ class RemoteReward:
         self._sent = 0  # number of requests, which decides the next server
         if not self.urls:
             raise ValueError("`url` is empty; give the address of at least one server.")
-        require_at_least(self, 1, "batch_size")
-        require_at_least(self, 0, "retries", "backoff")
+        for option, least in (("batch_size", 1), ("retries", 0), ("backoff", 0)):
+            if getattr(self, option) < least:
+                raise ValueError(f"`{option}={getattr(self, option)}` must be at least {least}.")
         if self.timeout <= 0:
             raise ValueError(f"`timeout` must be positive, got {self.timeout}.")
         read_token(self.token_variable)
