@@ -343,11 +343,6 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def say(text: str) -> None:
-    """Says on stderr, where no report goes, what `suggest` is doing."""
-    print(f"suggest: {text} ...", file=sys.stderr, flush=True)
-
-
 class _Stream(io.FileIO):
     """A standard stream that drops what nobody reads, as after a pipe to `head`."""
 

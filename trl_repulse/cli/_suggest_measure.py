@@ -29,7 +29,6 @@ from ..evaluation.rare.pilot import raised_by
 from ..generation._probe import probe_shared
 from ..generation.drawing import POLICY, Sampler, rows_drawn_by
 from ..trainers import RePULSeTrainer
-from ._fields import say
 from ._suggest_rules import (
     ADAPTER,
     FEWEST,
@@ -41,6 +40,7 @@ from ._suggest_rules import (
     duration,
     largest_divisor,
     planned_update,
+    say,
 )
 
 

@@ -7,6 +7,7 @@ Legend: P prompts, N completions of a prompt.
 """
 
 import math
+import sys
 import textwrap
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,11 @@ FEWEST = 5  # prompts of an update
 CLEARLY = 1.2  # how many times faster the other precision must be
 SAMPLING, EVALUATION = 0.1, 0.25  # shares of `--minutes`: of what suggests, on top, and of what evaluates
 ADAPTER = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
+
+
+def say(text: str) -> None:
+    """Says on stderr, where no report goes, what `suggest` is doing."""
+    print(f"suggest: {text} ...", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

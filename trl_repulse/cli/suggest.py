@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ._fields import add_options, add_prompts, add_reward, named_prompts, say
-from ._suggest_rules import ADAPTER, LEAST, UPDATES, Measured, Suggestion, plan, sample_report, suggest_settings
+from ._fields import add_options, add_prompts, add_reward, named_prompts
+from ._suggest_rules import ADAPTER, LEAST, UPDATES, Measured, Suggestion, plan, sample_report, say, suggest_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -549,9 +549,8 @@ class BaseTrainer(GRPOTrainer):
             once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
         each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
         precision = contextlib.ExitStack()
-        if (
-            not self.use_vllm
-        ):  # one autocast for all tokens; accelerate's, around each pass, cast the weights for each token
+        # Under one autocast for all tokens weights are cast once; accelerate's, around each pass, casts them for each token
+        if not self.use_vllm:
             precision.enter_context(self.accelerator.autocast())
             precision.enter_context(casting_once(sampled))
         defaults = without_generation_defaults(sampled)
