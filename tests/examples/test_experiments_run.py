@@ -164,9 +164,8 @@ def test_one_update_with_its_exact_evaluations(paths, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("identifier", [name for name in COMMANDS if name.startswith("toy") and name != EXACT])
-def test_one_update_of_the_toy_with_its_exact_evaluations(identifier, paths, tmp_path):
-    results = check(identifier, paths, tmp_path)
+def test_one_update_with_exact_evaluations_of_both_models(paths, tmp_path):
+    results = check("toy_kl10/repulse-1", paths, tmp_path)
     assert results["final"]["log_prob_bad"] != results["initial"]["log_prob_bad"]
 
 
