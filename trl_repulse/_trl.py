@@ -166,6 +166,15 @@ def require_hooks() -> None:
         )
 
 
+def require_known_options(options: dict[str, Any]) -> None:
+    """Raises a `RuntimeError` if TRL asks for log-probabilities with an option that only a newer TRL, or images, would set."""
+    known = {"batch_size", "compute_entropy", "compute_aux_loss"}
+    if unknown := sorted(name for name, value in options.items() if value is not None and name not in known):
+        raise RuntimeError(
+            f"TRL {version('trl')} asks for log-probabilities with {', '.join(unknown)}, which trl-repulse does not know. {_ADVICE}"
+        )
+
+
 def check_scoring_on_cpu() -> None:
     """
     Raises `ValueError` if TRL's own scoring needs an accelerator, as that of 1.15, whose kernel is written in Triton. Way out: TRL 1.16 or

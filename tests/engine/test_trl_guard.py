@@ -18,7 +18,9 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _trl
+from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _trl
+from trl_repulse.configs._checks import require_defaults
+from trl_repulse.configs.reinforce_config import _GRPO_ONLY
 
 from ..conftest import USE_CPU, build_accelerator, build_model, word_reward
 
@@ -151,6 +153,22 @@ def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name
         monkeypatch.setattr(owner, attribute, changed)
     (change,) = _trl.hook_changes()
     assert change.startswith(f"{VERSION}: {message}")
+
+
+def test_an_option_that_only_a_newer_trl_has_is_refused():
+    """As a mask of the tokens that an engine sampled from, which our own scoring would leave out without a word."""
+    _trl.require_known_options({"batch_size": 4, "compute_entropy": True, "pixel_values": None})
+    with pytest.raises(
+        RuntimeError, match=f"TRL {version('trl')} asks for log-probabilities with sampling_mask, which"
+    ):
+        _trl.require_known_options({"batch_size": 4, "sampling_mask": []})
+
+
+def test_a_field_that_a_newer_trl_has_dropped_is_not_missed(monkeypatch, tmp_path):
+    fields = dict(ReinforceConfig.__dataclass_fields__)
+    assert all(fields.pop(name) for names in _GRPO_ONLY.values() for name in names)
+    monkeypatch.setattr(ReinforceConfig, "__dataclass_fields__", fields)
+    require_defaults(ReinforceConfig(str(tmp_path), use_cpu=True), "{!r}", "loss_type")
 
 
 def test_a_parameter_at_the_end_is_none_of_our_business(monkeypatch):

@@ -42,8 +42,9 @@ def require_defaults(args: Any, remedy: str, *names: str) -> None:
     """Raises `ValueError` unless these fields have the defaults of this package's class, which `remedy` may show as `{!r}`."""
     ours: Any = next(cls for cls in type(args).__mro__ if cls.__module__.startswith("trl_repulse."))
     for name in names:
-        default = ours.__dataclass_fields__[name].default
-        require(args, getattr(args, name) == default, name, remedy.format(default))
+        if name in ours.__dataclass_fields__:  # a newer TRL may have dropped a field of its own
+            default = ours.__dataclass_fields__[name].default
+            require(args, getattr(args, name) == default, name, remedy.format(default))
 
 
 def require_at_least(args: Any, least: int, *names: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._trl import require_known_options
 from ..engine.logs import drop_batch_means
 from ..engine.scoring import Layout, Scores, SetScores, token_log_probs
 from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter
@@ -159,6 +160,7 @@ class GRPOLossTrainer(BaseTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options
             )
+        require_known_options(options)
         if self._units is not None and self._negative is not None:
             scores = self._scoring.score(model, self._units, self.shape, self._negative.wanted(self._units))
             self._set_scores = scores  # (B, 1, T) and (B, m, T)
@@ -166,7 +168,7 @@ class GRPOLossTrainer(BaseTrainer):
             log_p = scores.log_p[OWN].squeeze(1)
             self._scored_log_p = log_p.detach()
             return log_p, scores.entropy.squeeze(1), scores.aux_loss
-        aux_loss = options.get("compute_aux_loss", False)  # of the other options, those of images do not come
+        aux_loss = options.get("compute_aux_loss", False)
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, layout: Layout) -> Scores:
             return token_log_probs(model, self.accelerator, ids, mask, layout, aux_loss)
