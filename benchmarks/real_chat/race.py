@@ -57,6 +57,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
     "REINFORCE, rate 6e-5": ("reinforce", {"learning_rate": 6e-5}),
     "REINFORCE, rate 1e-4": ("reinforce", {"learning_rate": 1e-4}),
+    "REINFORCE, KL coefficient 0.13": ("reinforce", {"beta": 0.13}),
     "exponential transform": (  # low rewards count more, as in the published baselines with a transform
         "reinforce",
         {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3},
