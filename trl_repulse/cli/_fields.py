@@ -272,7 +272,7 @@ def check_inputs(args: Any) -> None:
 
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """The file that `--config` names, if any, and the other words. Raises a `ValueError` for none behind it, or two."""
+    """Splits off `--config`: its file, or `None`, and the other arguments. Raises a `ValueError` if it has no path or is given twice."""
     path, rest, words = None, [], iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")

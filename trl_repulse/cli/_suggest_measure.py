@@ -23,10 +23,11 @@ from .._rules_of_thumb import bad_threshold_for
 from ..configs import RePULSeConfig
 from ..data._checks import check_prompt_lengths
 from ..data._texts import completion_texts
-from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
+from ..evaluation._generation import end_tokens, evaluate_rewards, transformers_engine
 from ..evaluation.log_probs import completion_log_probs
 from ..evaluation.rare.pilot import raised_by
 from ..generation._probe import probe_shared
+from ..generation.completions import tokenize
 from ..generation.drawing import POLICY, Sampler, rows_drawn_by
 from ..trainers import RePULSeTrainer
 from ._suggest_rules import (
@@ -53,7 +54,7 @@ class _Policy:
 
     def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]):
         self.args, self.model, self.tokenizer, self.prompts, self.reward = args, model, tokenizer, prompts, reward
-        self.ids = prompt_tokens(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
+        self.ids = tokenize(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
         check_prompt_lengths(self.ids, prompts["prompt"][:], model.config, args.max_completion_length)
         self.guard = probe_shared(model)
 

@@ -28,6 +28,7 @@ TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the 
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and the fewest
 HIGH = 0.98  # quantile
+CUT = 0.05  # share of samples that may be cut at the length that they were drawn with
 MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FEWEST = 5  # prompts of an update
 CLEARLY = 1.2  # how many times faster the other precision must be
@@ -216,8 +217,10 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
 
 
 def _length(found: Suggestion, measured: Measured, limit: int) -> None:
+    """Sets `max_completion_length` (tokens): to `limit`, with a warning, if more than [`CUT`] of the samples were cut there; else a tenth
+    above the [`HIGH`] quantile of those that ended, rounded up to a multiple of 8."""
     cut = 1 - float(measured.ended.mean())
-    if cut > 0.05:
+    if cut > CUT:
         reason = f"Measured: {cut:.0%} of the samples were cut at this length, which they were drawn with."
         found.set("max_completion_length", limit, reason)
         found.warnings.append(
@@ -226,7 +229,7 @@ def _length(found: Suggestion, measured: Measured, limit: int) -> None:
         )
         return
     high = float(np.quantile(measured.lengths[measured.ended], HIGH))
-    reason = f"Measured: 98 % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
+    reason = f"Measured: {100 * HIGH:g} % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
     found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
 
@@ -287,11 +290,10 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
 
 
 def planned_update(found: Suggestion, updates: Updates, minutes: float | None) -> tuple[str, float, int]:
-    """The precision, the seconds of a prompt, and the prompts of an update: fewer if [`FEW`] updates would not fit into `minutes`."""
-    usual, fastest = (
-        "float32" if updates.device == "cpu" else "bfloat16",
-        min(updates.seconds, key=updates.seconds.get),
-    )
+    """The precision, the seconds per prompt, and the prompts of an update: the most of a few sizes for which [`FEW`] updates fit into
+    `minutes`, or the fewest."""
+    usual = "float32" if updates.device == "cpu" else "bfloat16"  # unless the other is [`CLEARLY`] faster
+    fastest = min(updates.seconds, key=updates.seconds.get)
     precision = fastest if updates.seconds[usual] > CLEARLY * updates.seconds[fastest] else usual
     a_prompt = updates.seconds[precision] / updates.prompts
     most = found.values["train_batch_size"] // found.values["num_generations"]

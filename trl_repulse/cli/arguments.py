@@ -216,15 +216,16 @@ class TrainingParser(FieldsParser):
 
 
 def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any], width: int) -> str:
-    """A section of the short help. Each flag has a line: the first sentence of its help, and the value that will apply."""
+    """A section of the short help, in lines of `width` characters. Each flag has a line: the first sentence of its help, and the value that
+    will apply: that in `values`, by flag, or what decides it."""
     column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
     for action in actions:
         text = action.help.replace("%%", "%")
         value = str(values[action.dest])
         if values[action.dest] is None:  # then the help says what decides, if anything does
             decides = re.search(r"If (?:unset|`None`), (.+?)(?:[.;,] |\.$)", text)
-            value = re.sub(r"^`(\w+)`$", r"as \1", decides[1]) if decides else "unset"
-        value = textwrap.shorten(value, 26, placeholder="...")
+            value = re.sub(r"^`(\w+)`$", r"as \1", decides[1]) if decides else "unset"  # `name` -> as name
+        value = textwrap.shorten(value, width=26, placeholder="...")
         sentence = re.split(r"[.:;] (?=[A-Z])|\.$", text)[0]
         room = width - column - 5 - len(value)
         lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')} ({value})")

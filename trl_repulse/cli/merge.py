@@ -85,7 +85,8 @@ def merge(
 
 
 def _write_card(adapter: Path, output: Path) -> None:
-    """Copies the card of a trained adapter, as one of full weights, but not the empty form that PEFT writes."""
+    """Copies the model card of an adapter and makes it one of a full model; that of a proposal names no base. A card that PEFT alone wrote
+    is not copied."""
     if "trl" not in _tags(adapter):
         return
     card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)

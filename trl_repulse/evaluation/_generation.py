@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -21,7 +21,6 @@ from .._trl import is_async_callable
 from ..data._prompts import check_template_variables, render
 from ..engine.reward_functions import with_checks
 from ..generation._probe import Guard, probe_shared
-from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens, until_end
 from ..generation.transformers_generator import draw
 from ..models._adapters import in_mode
@@ -40,8 +39,8 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
 def process_state(cpu: bool | None = None) -> PartialState:
-    """The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for
-    the only one."""
+    """The state of this process, on CPU without an accelerator. Raises `ValueError` if several processes were started, but Accelerate was
+    set up for another number."""
     cpu = not torch.accelerator.is_available() if cpu is None else cpu
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -82,18 +81,11 @@ def check_dtype(name: str) -> None:
 
 def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[str, Any] | None) -> None:
     """Refuses variables for a chat template that prompts of plain text do not use, and reserved ones."""
-    check_template_variables(chat_template_kwargs, ("tools",))
+    check_template_variables(chat_template_kwargs, allowed=("tools",))
     if chat_template_kwargs and len(prompts) and isinstance(prompts[0], str):
         raise ValueError(
             "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
         )
-
-
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
-) -> list[list[int]]:
-    """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that adds its end token to plain text."""
-    return tokenize(tokenizer, list(prompts), chat_template_kwargs)
 
 
 def transformers_engine(

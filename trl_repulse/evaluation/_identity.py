@@ -111,8 +111,8 @@ def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _describe(value: Any, outermost: bool = False) -> Any:
-    """A value as JSON. Only of the `outermost` object the arguments count that it was made with; of those that it
-    holds, functions, weights and rewards count, and others by their type."""
+    """A value as JSON. An `outermost` object counts with the arguments that it was made with. Of what it holds, functions, models and
+    rewards count too, and other objects by their type alone."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):

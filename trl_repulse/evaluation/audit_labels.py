@@ -87,7 +87,8 @@ class Labels:
 
 def read_scored(path: str | Path, column: str = "reward") -> Scored:
     """
-    Completions that `trl-repulse evaluate` (a folder) or `trl-repulse rare-events --samples` (a file) has stored.
+    Completions that `evaluate` (a folder), Inspect (an .eval log) or `rare-events --samples` (a Parquet file) has stored. `column` has the
+    scores; a Parquet file has `reward` alone.
 
     Raises:
         `ValueError`: If they cannot be read, or have no such column of finite numbers.

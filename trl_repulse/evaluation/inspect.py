@@ -46,10 +46,11 @@ from transformers import GenerationConfig
 
 from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
+from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
+from ._generation import as_function, evaluate_rewards, process_state
 from .records import SampleSet, digest, finite_json
 
 
@@ -153,7 +154,7 @@ def as_trained() -> Solver:
             return state
         text = api.hf_chat(state.messages, [])
         given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
-        (own,) = prompt_tokens(tokenizer, [_prompt(state)])
+        (own,) = tokenize(tokenizer, [_prompt(state)])
         length = get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
         check_prompt_lengths([own], [_prompt(state)], api.model.config, length)
         if list(given) != list(own):

@@ -24,7 +24,8 @@ from ..configs._checks import check_choices, require, require_at_least, require_
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, render, warn_of_template
 from ..data._texts import completion_texts
-from ..generation._probe import probe_shared
+from ..generation._probe import Guard, probe_shared
+from ..generation.completions import tokenize
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
 from . import records
@@ -37,7 +38,6 @@ from ._generation import (
     end_tokens,
     evaluate_rewards,
     process_state,
-    prompt_tokens,
     transformers_engine,
     vllm_engine,
     vllm_version,
@@ -182,7 +182,7 @@ def sample_completions(
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
     rows = dataset["prompt"][:]
-    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # fails without a chat template
+    prompt_ids = tokenize(tokenizer, rows, settings.chat_template_kwargs)  # fails without a chat template
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -290,13 +290,24 @@ def _shard_seed(settings: SamplingSettings, number: int, weights: str) -> int:
 
 
 def _shard_table(
-    dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids, guards
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    settings: SamplingSettings,
+    functions: dict[str, tuple[Callable[..., Any], Any]],
+    places: list[tuple[int, int]],
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    guards: list[Guard],
 ) -> pa.Table:
-    """The rows of one shard."""
+    """The table of one shard of B completions, which it rewards and scores. `functions` are as [`_functions`] returns them, `places` pairs of
+    prompt and sample, and `guards` those of the model and the reference."""
     chosen = dataset[[prompt for prompt, _ in places]]
     prompts = chosen.pop("prompt")
     texts = completion_texts(tokenizer, prompts, prompt_ids, completion_ids)
-    end = set(end_tokens(model, tokenizer))
+    template, end = settings.chat_template_kwargs, end_tokens(model, tokenizer)
+    as_read = [each if isinstance(each, str) else render(tokenizer, each, "A prompt", template) for each in prompts]
     log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size, guard=guards[0])
     rewards = evaluate_rewards(
         {name: function for name, (function, _) in functions.items()},
@@ -312,15 +323,7 @@ def _shard_table(
     columns: dict[str, Any] = {
         "prompt_index": pa.array([prompt for prompt, _ in places], pa.int32()),
         "sample_index": pa.array([sample for _, sample in places], pa.int32()),
-        "prompt": pa.array(
-            [
-                prompt
-                if isinstance(prompt, str)
-                else render(tokenizer, prompt, "A prompt", settings.chat_template_kwargs)
-                for prompt in prompts
-            ],
-            pa.string(),
-        ),
+        "prompt": pa.array(as_read, pa.string()),
         "prompt_ids": pa.array(prompt_ids, pa.list_(pa.int32())),
         "completion": pa.array(texts, pa.string()),
         "completion_ids": pa.array(completion_ids, pa.list_(pa.int32())),

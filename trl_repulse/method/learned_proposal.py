@@ -89,6 +89,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return super().score(units, scores, shape)
 
     def score_early(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """As [`ExtraSamplesTerm.score_early`], under the proposal."""
         return replace(scores, proposal=self._log_q(units, shape, gradient=False))
 
     def _log_q(self, units: Units, shape: Shape, gradient: bool) -> torch.Tensor:
@@ -146,6 +147,7 @@ class LearnedProposal(ExtraSamplesTerm):
     # Learn
 
     def _learns_from(self, shape: Shape) -> bool:
+        """Whether the proposal learns in the policy's pass."""
         return shape.training and self._updates_first
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
@@ -198,7 +200,8 @@ class LearnedProposal(ExtraSamplesTerm):
     def _accumulate(
         self, units: Units, scores: SetScores, log_q: torch.Tensor, shape: Shape, micro_batches: int
     ) -> None:
-        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples; `log_q` is of when they were drawn."""
+        """Accumulates the proposal's gradient from one of `micro_batches` micro-batches. `log_q` (U, m, T) are log-probabilities (nats) under
+        the proposal when it drew the samples."""
         log_p, log_q_now = scores.of(EXTRA, units.extra_samples), scores.proposal
         assert log_q_now is not None  # `score` has set it
         if units.extra_samples.contrast is None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .._trl import require_known_options
-from ..engine.logs import drop_batch_means
+from ..engine.logs import PROPOSAL_FOLDER, drop_batch_means
 from ..engine.scoring import Layout, Scores, SetScores, token_log_probs
-from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter
+from ..engine.second_model import SecondAdapter
 from ..engine.units import OWN, Units
 from ..math.importance import engine_ratios
 from ..math.objective import policy_gradient_loss, scale_gradient

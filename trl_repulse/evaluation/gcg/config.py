@@ -67,7 +67,7 @@ class GCGConfig:
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
         parse_objects(self, "chat_template_kwargs")
-        check_template_variables(self.chat_template_kwargs, ("tools",))
+        check_template_variables(self.chat_template_kwargs, allowed=("tools",))
         if self.chat_template_kwargs and self.prompt_format == "raw":
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
 

@@ -26,12 +26,12 @@ def rare_event_report(
     confidence: float = 0.95,
 ) -> dict[str, Any]:
     """
-    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt.
+    P(r < η) at each threshold η, in units of reward, and CVaR at each level, in (0, 1), overall and prompt by prompt. Raises as [`prob_bad`]
+    and [`cvar`].
 
     Returns:
-        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the
-        fields of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each
-        prompt.
+        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, `value`, `low`, `high`,
+        `standard_error`, `bounds`, `verdict`, `reliable`, `reasons`, `next_steps`, `diagnostics`, and `per_prompt`, the same for each prompt.
     """
     report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
     report["confidence"] = confidence
