@@ -144,18 +144,8 @@ def _sample(args: argparse.Namespace) -> None:
         given["reward_weights"] = tuple(given["reward_weights"])
     settings = SamplingSettings(**given)
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
-    prompts = named_prompts(args)
-    rewards = _load_rewards(args)
-    sample_completions(
-        args.folders[0],
-        args.model,
-        prompts,
-        rewards,
-        settings,
-        reference=args.reference,
-        engine_kwargs=args.engine_kwargs,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = {name: getattr(args, name) for name in ("reference", "engine_kwargs", "trust_remote_code")}
+    sample_completions(args.folders[0], args.model, named_prompts(args), _load_rewards(args), settings, **options)
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:

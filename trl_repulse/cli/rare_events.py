@@ -161,11 +161,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(reward, str):
         classifier = AutoModelForSequenceClassification, reward, "reward model", device
         reward, reward_tokenizer = load_with_tokenizer(*classifier, num_labels=1, **code)
-    loaded = [
+    policy, *models = (
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for part, name in (("policy", args.policy), *others)
-    ]
-    policy, *models = loaded
+    )
     reference = models.pop(0) if args.reference is not None else None
     shared = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
     components: dict[str, Component] = {}

@@ -61,9 +61,7 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """
-        For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none.
-        """
+        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none."""
         if name not in self.columns:
             when = f": it is logged with {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")

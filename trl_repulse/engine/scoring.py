@@ -69,7 +69,6 @@ class Layout:
         `count` divides n, shared rows have at most `longest` tokens, and 1 is taken if sharing saves less than a
         tenth.
         """
-
         counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
         separate, *shared = (cls(prompt, width, k) for k in (1, *counts))
         best = min(shared, key=lambda layout: layout.cost(completions, hidden_size), default=separate)

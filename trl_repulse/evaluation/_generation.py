@@ -53,9 +53,7 @@ def process_state(cpu: bool | None = None) -> PartialState:
 
 
 def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
-    """
-    SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first.
-    """
+    """SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first."""
     hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if dtype is not None and tensor.is_floating_point():
@@ -73,9 +71,8 @@ def hash_folder(folder: Path) -> str:
 
 def check_dtype(name: str) -> None:
     """Refuses anything but `"auto"` and floating-point types."""
-    if name != "auto" and not (
-        isinstance(found := getattr(torch, name, None), torch.dtype) and found.is_floating_point
-    ):
+    found = getattr(torch, name, None)
+    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
 
 

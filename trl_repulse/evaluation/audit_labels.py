@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from .._numbers import is_bad
-from .records import SampleSet, load_samples, readable
+from .records import SampleSet, load_samples, readable, write_atomically
 
 
 if TYPE_CHECKING:
@@ -96,8 +98,6 @@ def read_scored(path: str | Path, column: str = "reward") -> Scored:
     path = Path(path).expanduser()
     if not path.is_file() or path.suffix == ".eval":
         return scored_samples(load_samples(path), column)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     import torch
 
     from .rare.mixture import MixtureSample
@@ -132,11 +132,6 @@ def scored_draws(prompts: list[Any], sample: "MixtureSample", texts: list[list[s
 
 def write_scored(path: Path, scored: Scored) -> None:
     """Writes completions of a mixture to a Parquet file, for [`read_scored`]."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from .records import write_atomically
-
     assert scored.mixture is not None
     density = scored.mixture.log_density.double().flatten(0, 1).tolist()
     columns = {"prompt": scored.prompts, "completion": scored.completions, "reward": scored.scores.ravel()}

@@ -308,7 +308,8 @@ def _shard_table(
     texts = completion_texts(tokenizer, prompts, prompt_ids, completion_ids)
     template, end = settings.chat_template_kwargs, end_tokens(model, tokenizer)
     as_read = [each if isinstance(each, str) else render(tokenizer, each, "A prompt", template) for each in prompts]
-    log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size, guard=guards[0])
+    drawn = prompt_ids, completion_ids, settings.batch_size
+    log_prob, entropy = completion_log_probs(model, *drawn, guard=guards[0])
     rewards = evaluate_rewards(
         {name: function for name, (function, _) in functions.items()},
         *(prompts, texts, completion_ids, chosen, settings.batch_size),
@@ -337,9 +338,7 @@ def _shard_table(
         columns["messages"] = pa.array([json.dumps(prompt, ensure_ascii=False) for prompt in prompts], pa.string())
     kl = torch.zeros_like(reward)
     if reference is not None:
-        log_prob_reference, _ = completion_log_probs(
-            reference, prompt_ids, completion_ids, settings.batch_size, guard=guards[1]
-        )
+        log_prob_reference, _ = completion_log_probs(reference, *drawn, guard=guards[1])
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
     penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL would be NaN

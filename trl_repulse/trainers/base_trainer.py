@@ -41,12 +41,7 @@ from ..data._checks import (
     check_rewards,
     fitting_prompts,
 )
-from ..data._prompts import (
-    TEMPLATE_ERRORS,
-    as_templates_read,
-    render,
-    warn_of_template,
-)
+from ..data._prompts import TEMPLATE_ERRORS, as_templates_read, render, warn_of_template
 from ..data._texts import check_added_tokens, completion_texts, joins
 from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, Watch, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate

@@ -78,10 +78,8 @@ def _drawn(report: dict[str, Any]) -> list[str]:
     """What the components drew; those that drew little are counted together."""
     if len(report.get("components", ())) < 2:
         return []
-    total, shown = sum(report["counts"]), []
-    for name, count in zip(report["components"], report["counts"], strict=True):
-        if count >= 0.02 * total:
-            shown.append((name, count))
+    total, drawn = sum(report["counts"]), zip(report["components"], report["counts"], strict=True)
+    shown = [(name, count) for name, count in drawn if count >= 0.02 * total]
     shown.append(("others", total - sum(count for _, count in shown)))
     return ["Completions of each prompt", *(f"{count:>9,}  {name}" for name, count in shown if count), ""]
 

@@ -142,13 +142,9 @@ def draw(
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
         guards = {key: probe_shared(model) for key, model in models.items()}
+        given = tokenizer, max_completion_length, batch_size
         engines = {
-            key: transformers_engine(
-                *(model, tokenizer, max_completion_length, batch_size),
-                end=end,
-                on_drawn=drawn.update,
-                guard=guards[key],
-            )
+            key: transformers_engine(model, *given, end=end, on_drawn=drawn.update, guard=guards[key])
             for key, model in models.items()
         }
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
