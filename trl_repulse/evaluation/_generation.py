@@ -91,7 +91,6 @@ def transformers_engine(
     max_completion_length: int,
     batch_size: int,
     *,
-    temperature: float = 1.0,
     end: list[int] | None = None,
     on_drawn: Callable[[int], object] = lambda count: None,
     guard: Guard | None = None,
@@ -104,7 +103,7 @@ def transformers_engine(
             "`tokenizer.eos_token` if completions are to end."
         )
     device, guard = next(model.parameters()).device, guard or probe_shared(model)
-    settings = {"max_new_tokens": max_completion_length, "temperature": temperature, "eos_token_id": end or None}
+    settings = {"max_new_tokens": max_completion_length, "eos_token_id": end or None}
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

@@ -8,7 +8,6 @@ that only affects speed.
 import inspect
 import linecache
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -83,7 +82,11 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             **rendering,
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
-    return {"name": getattr(reward, "__qualname__", kind)} | _hash_code(reward)
+    named = {"name": getattr(reward, "__qualname__", kind)}
+    # Code without a file has no hash. `NotImplementedError`: weights not in memory
+    with suppress(OSError, TypeError, ValueError, NotImplementedError, RecursionError):
+        named["code"] = digest(_describe(reward, outermost=True))
+    return named
 
 
 def known_by_name_alone(identity: dict[str, Any]) -> bool:
@@ -100,14 +103,6 @@ def warn_of_names(place: Path, rewards: dict[str, dict[str, Any]]) -> None:
             f"`{place}` is continued with the reward or judge `{name}`, which is identified by its name alone, so that a change of "
             "it goes unnoticed. If it has changed, write the results to another place."
         )
-
-
-def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """`code`, a hash of a function's file and name and of the values it was made with; empty if there is no file."""
-    # `NotImplementedError`: weights not in memory
-    with suppress(OSError, TypeError, ValueError, NotImplementedError, RecursionError):
-        return {"code": digest(_describe(function, outermost=True))}
-    return {}
 
 
 def _describe(value: Any, outermost: bool = False) -> Any:

@@ -69,18 +69,15 @@ def _rewards(scores: list[SampleScore]) -> np.ndarray:
     return np.array(list(rows.values()))
 
 
-def _values(name: str, estimate: tails.Estimate) -> dict[str, float]:
-    """Metrics of an estimate: `name`, and `name_low` and `name_high` where the end of the interval is finite."""
-    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
-
-
 def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metric:
-    """A metric of an estimate; refuses its arguments before anything is drawn."""
+    """A metric of an estimate: `name`, and `name_low` and `name_high` if the end of the interval is finite. Refuses the estimate's arguments
+    before anything is drawn."""
     estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:
-        return _values(name, estimate(_rewards(scores)))
+        found = estimate(_rewards(scores))
+        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
+        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
 
     return compute
 

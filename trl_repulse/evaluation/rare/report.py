@@ -127,19 +127,16 @@ def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[st
     `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; `eval_reward`; the KL in nats per completion
     as `kl`; and the completions drawn in training as `samples`. `notes` are lines below the table."""
     values = list(columns.values())
+    ends = ([_share(each[f"eval_p_bad_{side}"]) for side in ("low", "high")] for each in values)
     rows = [
         ("", *columns),
         ("reward", *(f"{each['eval_reward']:.2f}" if "eval_reward" in each else "–" for each in values)),
         ("P(bad)", *(_share(each["eval_p_bad"]) for each in values)),
-        ("  95% interval", *(_interval(each) for each in values)),
+        ("  95% interval", *map(" to ".join, ends)),
         ("KL to the initial policy, nats", *(f"{each['kl']:.2f}" if "kl" in each else "–" for each in values)),
         ("completions drawn in training", *(f"{each['samples']:,}" for each in values)),
     ]
     return "\n".join([*text_table(rows), *notes])
-
-
-def _interval(values: Mapping[str, float]) -> str:
-    return f"{_share(values['eval_p_bad_low'])} to {_share(values['eval_p_bad_high'])}"
 
 
 def _share(probability: float) -> str:
