@@ -199,6 +199,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
 
 
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
+    """Sets `bad_reward_threshold`, the one that was given or a measured one, and returns it. Warns if more than a tenth is bad."""
     threshold = bad_threshold_for(rewards) if given is None else given
     below = prob_below(rewards[None], threshold)
     advice = "Rule of thumb: about the 2 % quantile, or a gap near it. Read the lowest samples, and move it to what you call bad."
@@ -252,6 +253,7 @@ def _counts(found: Suggestion, measured: Measured, share: float) -> None:
 
 
 def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
+    """Sets `beta` and `alpha` from the spread of rewards within a prompt: `drawn` (P, N), of which `rewards` are the finite ones."""
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
     bad, high = rewards[is_bad(rewards, threshold)], np.quantile(rewards, HIGH)

@@ -137,6 +137,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace) -> None:
+    """Samples from the model that the arguments name, into the first folder."""
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
@@ -149,6 +150,7 @@ def _sample(args: argparse.Namespace) -> None:
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:
+    """The reward that the arguments name, or a list of those of `--reward`."""
     from ..rewards.loading import load_reward
 
     for arguments in (args.reward_kwargs, *(args.rewards or [])):

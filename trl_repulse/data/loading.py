@@ -168,6 +168,7 @@ def _with_prompts(dataset: Dataset | IterableDataset, column: str, name: str) ->
 
 
 def _check_column(columns: Iterable[str], column: str, name: str) -> None:
+    """Raises `ValueError` unless the columns have the one that holds the prompts."""
     if column not in columns:
         raise ValueError(
             f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name the one that holds the prompts "
@@ -177,6 +178,7 @@ def _check_column(columns: Iterable[str], column: str, name: str) -> None:
 
 
 def _load_file(path: Path, split: str, column: str) -> Dataset:
+    """The prompts of a file, checked."""
     readable = f"{', '.join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]}"
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a {readable} file of prompts.")

@@ -322,6 +322,7 @@ def _lines(text: str) -> str:
 
 
 def _numbers(where: str, row: dict[str, str]) -> tuple[int, int, tuple[float, float]]:
+    """Index and times of a row, and the two scores that end its strata."""
     try:
         return int(row["index"]), int(row["times"]), (float(row["threshold"]), float(row["near_up_to"]))
     except (TypeError, ValueError):

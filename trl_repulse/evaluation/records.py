@@ -144,6 +144,7 @@ def remedy(name: str) -> str:
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Values of nested dictionaries with their dotted names."""
     if isinstance(value, dict) and value:
         return [pair for key, item in value.items() for pair in _flat(item, f"{name}.{key}" if name else str(key))]
     return [(name, value)]

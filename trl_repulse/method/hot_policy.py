@@ -333,6 +333,7 @@ class MeasuredThreshold:
             self._services.logs.value("negative/bad_reward_threshold", self.value)
 
     def _measure(self) -> None:
+        """Sets the threshold from the rewards so far, and says so. Raises a `ValueError` if it would make too many of them bad."""
         rewards = np.array(self._rewards)
         value = bad_threshold_for(rewards)
         share = float(is_bad(rewards, value).mean())

@@ -93,6 +93,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return replace(scores, proposal=self._log_q(units, shape, gradient=False))
 
     def _log_q(self, units: Units, shape: Shape, gradient: bool) -> torch.Tensor:
+        """Log-probabilities (nats) of the extra samples under the proposal as it is now, `(U, m, T)`."""
         # Without gradient the bare model serves; wrappers are for passes that carry one
         model = self.proposal.engine if gradient else self.proposal.module
         return self.services.scoring.score(model, units, shape, Wanted((EXTRA,)), gradient=gradient).log_p[EXTRA]
@@ -118,6 +119,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return Weights(None, coefficients, services.by_unit(normalize_weights(log_w), extra.rewards), log_w)
 
     def _log_weights_of_extra(self, extra: CompletionSet, scores: SetScores, shape: Shape) -> torch.Tensor:
+        """Log-weights of the extra samples under the target, `(P, K)`. A collective call where prompts are cut apart."""
         by_unit = scores.of(EXTRA, extra), self.drawn_log_p(extra, scores), extra.mask
         log_p, log_q, mask = (self.services.by_prompt(x, shape.extra) for x in by_unit)
         log_potential = self.services.by_prompt(self.log_potential(extra.rewards), shape.extra)

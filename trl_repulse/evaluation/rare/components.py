@@ -99,6 +99,7 @@ class _Changed(LogitsProcessor):
         return self.component.logits(scores, self._read(input_ids, drawn == 0) if self.reads_model else scores)
 
     def _read(self, input_ids: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """Logits (B, V) of the next token under the component's own model."""
         model = self.component.model
         if is_first:
             self.cache = growing_cache(model) if self.use_cache else None
