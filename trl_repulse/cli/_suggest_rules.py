@@ -122,10 +122,8 @@ def suggest_settings(
     use_peft: bool = False,
     bad_reward_threshold: float | None = None,
 ) -> Suggestion:
-    """
-    Settings for `trl-repulse repulse`, from samples of the initial policy, which had at most `max_completion_length` tokens.
-    Raises a `ValueError` if all samples have the same reward, or fewer than two have any.
-    """
+    """Settings for `trl-repulse repulse`, from samples of the initial policy, which had at most `max_completion_length` tokens.
+    Raises a `ValueError` if all samples have the same reward, or fewer than two have any."""
     found, rewards = Suggestion(), measured.rewards[np.isfinite(measured.rewards)]
     if rewards.size < 2 or rewards.min() == rewards.max():
         what = f"the reward {rewards[0]:g}" if rewards.size else "no reward"
@@ -311,10 +309,8 @@ def plan(
     max_steps: int | None = None,
     minutes: float | None = None,
 ) -> None:
-    """
-    Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
-    `ValueError` if no update fits.
-    """
+    """Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
+    `ValueError` if no update fits."""
     n, (precision, a_prompt, prompts) = found.values["num_generations"], planned_update(found, updates, minutes)
     seconds, fits = prompts * a_prompt, None
     if minutes is not None:

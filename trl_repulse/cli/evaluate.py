@@ -86,10 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any]:
-    """
-    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
-    [`~trl_repulse.evaluation.report.TailReport`].
-    """
+    """Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
+    [`~trl_repulse.evaluation.report.TailReport`]."""
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
 

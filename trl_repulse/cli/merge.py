@@ -122,10 +122,8 @@ def _logits(model: Any, ids: Any) -> Any:
 
 
 def _check_logits(found: Any, expected: Any, tolerance: float, adapter: Path) -> None:
-    """
-    Refuses logits that differ by more than a share of their spread: merged weights are rounded, in half precision to some hundredths of
-    it. Adding a constant to all changes no probability.
-    """
+    """Refuses logits that differ by more than a share of their spread: merged weights are rounded, in half precision to some hundredths of
+    it. Adding a constant to all changes no probability."""
     found, expected = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, expected))
     distance = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
     if not distance <= tolerance:

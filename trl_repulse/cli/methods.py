@@ -28,8 +28,8 @@ def train(
     Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
     The file of `--config` may have `launcher_keys`, the launcher's arguments, too. `arguments` are the commands' dataclasses, and `options`
-    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out
-    of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
+    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out of range, missing, or contradict one
+    another, and an `OSError` if a model or a file cannot be loaded.
     """
     argv, negative = sys.argv[1:] if argv is None else argv, of_the_method(command)
     known = {*launcher_keys, *negative}

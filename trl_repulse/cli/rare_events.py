@@ -128,10 +128,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
-    """
-    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
-    the names of the `components`.
-    """
+    """Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
+    the names of the `components`."""
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

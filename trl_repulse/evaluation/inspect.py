@@ -267,10 +267,8 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
 def write_answers(
     path: str | Path, rows: list[dict[str, dict[str, Any]]], metrics: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """
-    Writes a log as [`write_inspect_log`] of answers by name, one or several a row. An answer has `prompt`, a text or messages, `completion`
-    and `reward`; the rest is metadata. `metrics` are those of each name.
-    """
+    """Writes a log as [`write_inspect_log`] of answers by name, one or several a row. An answer has `prompt`, a text or messages, `completion`
+    and `reward`; the rest is metadata. `metrics` are those of each name."""
     rows = sorted(rows, key=lambda row: min(each["reward"] for each in row.values()))
     model, now = " and ".join(metrics), datetime.now(UTC).isoformat(timespec="seconds")
     columns = [TaskSamplesColumn(id=name) for name in ("sampleId", "input", "answer")]

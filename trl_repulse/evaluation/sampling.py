@@ -103,10 +103,8 @@ class SamplingSettings:
 def check_early(
     folder: Path, settings: SamplingSettings, rewards: int, engine_kwargs: dict[str, Any] | None = None
 ) -> None:
-    """
-    Checks arguments before any model is loaded: the folder holds nothing else, each reward has a weight, and no engine
-    argument is one that sampling sets itself. Raises `ValueError` otherwise.
-    """
+    """Checks arguments before any model is loaded: the folder holds nothing else, each reward has a weight, and no engine
+    argument is one that sampling sets itself. Raises `ValueError` otherwise."""
     records.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
@@ -161,8 +159,7 @@ def sample_completions(
         progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Raises:
-        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments
-        contradict
+        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments contradict
             each other, the folder holds something else, or a model is not causal.
 
     Example:
