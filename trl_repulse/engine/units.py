@@ -76,9 +76,7 @@ class CompletionSet:
     ref_log_p: torch.Tensor | None = None  # (U, n), of completions under the reference
     coefficients: torch.Tensor | None = None  # (U, n): what the negative term multiplies log-probabilities with
     weights: torch.Tensor | None = None  # (U, n): normalized importance weights under the proposal's target
-    contrast: torch.Tensor | None = (
-        None  # (U, n) or (U, n, T): what the proposal's loss needs of all samples of a prompt
-    )
+    contrast: torch.Tensor | None = None  # (U, n) or (U, n, T): what a proposal's loss needs of a whole prompt
 
     @property
     def read(self) -> torch.Tensor:

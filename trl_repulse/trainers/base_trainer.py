@@ -638,7 +638,7 @@ class BaseTrainer(GRPOTrainer):
         are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
         if not bool(rewards_per_func.isfinite().all()):
             check_rewards(rewards_per_func, self.reward_func_names, are_models)
-        # Like a sample without a reward, a row that fills up the batch takes part in nothing
+        # Like a sample without a reward, a padding row takes part in nothing
         logs = self._logs_of_run
         rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
         if not all(are_models):  # functions can log
