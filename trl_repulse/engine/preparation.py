@@ -97,7 +97,7 @@ def _check(
 
 
 _PROMPTS = 4  # P
-_COMPLETIONS = 3  # n, or 2: at least two share a row
+_COMPLETIONS = 3  # n, at most; at least two share a row
 _TOKENS = 8  # S, of a completion
 _LONGEST = 512  # tokens of a prompt
 _LONGEST_ON_CPU = 64  # the same if the model is still on the CPU and trains elsewhere

@@ -187,8 +187,8 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
     """
-    Writes, to `position-RANK.json` and `.safetensors`, where this process is in its data, its buffered batches, and the settings to compare
-    when the run is resumed. All processes must call it.
+    Writes, to `position-RANK.json` and `.safetensors`, where this process is in its data, its buffered batches, the state of what adapts,
+    and the settings that are compared when the run is resumed. All processes must call it.
     """
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
