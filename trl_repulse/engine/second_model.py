@@ -80,13 +80,13 @@ class SecondModel:
     Args:
         module ([`~transformers.PreTrainedModel`] or `peft.PeftModel`): Model to train. Moved to the accelerator's device.
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
-        learning_rate (`float`, *optional*): Peak learning rate of this model's optimizer, by default that of the trainer.
+        learning_rate (`float`): Peak learning rate of this model's optimizer.
 
     Raises:
         `ValueError`: With a configuration of FSDP or DeepSpeed that cannot serve two models.
     """
 
-    def __init__(self, module: Any, accelerator: Accelerator, learning_rate: float | None):
+    def __init__(self, module: Any, accelerator: Accelerator, learning_rate: float):
         _fsdp.check_fsdp(accelerator, module)
         check_deepspeed(accelerator)
         # Quantized models and models that ZeRO-3 has partitioned are placed when they are loaded; FSDP2 places parts
@@ -153,8 +153,7 @@ class SecondModel:
             {"params": [p for name, p in trained if name in decayed], "weight_decay": trainer.args.weight_decay},
             {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
         ]
-        learning_rate = trainer.args.learning_rate if self.learning_rate is None else self.learning_rate
-        return optimizer_cls(groups, **{**kwargs, "lr": learning_rate})
+        return optimizer_cls(groups, **{**kwargs, "lr": self.learning_rate})
 
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:
@@ -439,7 +438,7 @@ class SecondAdapter(SecondModel):
 
     name = "proposal"  # of the adapter
 
-    def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float | None):
+    def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
         super().__init__(module, accelerator, learning_rate)
         self._uses_deepspeed = False  # the adapter has no engine
         self._policy_engine: nn.Module | None = None  # DeepSpeed's

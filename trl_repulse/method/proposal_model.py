@@ -149,6 +149,7 @@ def build_proposal(
     args = trainer.args
     if isinstance(model, str) and model != trainer.model.config._name_or_path:
         check_same_tokens(model, "`proposal_model`", trainer._tokenizer, args.trust_remote_code)
+    learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
     saved, own = adapter_config(model), policy_adapter(trainer.model, None)
     # A saved adapter over the policy's base can share that base
     joins = saved is not None and own is not None and saved.base_model_name_or_path == own.base_model_name_or_path
@@ -157,10 +158,10 @@ def build_proposal(
             adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
             if saved is not None:
                 adapter.load(model)
-            return SecondAdapter(adapter, trainer.accelerator, args.proposal_learning_rate)
+            return SecondAdapter(adapter, trainer.accelerator, learning_rate)
     config = None if saved is not None else proposal_peft_config or peft_config
     module: Any = _ready(model, trainer, config, quantization_config)
-    proposal = SecondModel(module, trainer.accelerator, args.proposal_learning_rate)
+    proposal = SecondModel(module, trainer.accelerator, learning_rate)
     with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
         check_causal(proposal.module, "`proposal_model`")
     return proposal

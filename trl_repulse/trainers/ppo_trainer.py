@@ -139,7 +139,9 @@ class PPOTrainer(GRPOLossTrainer):
             check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
         if is_peft_model(value) and self.args.activation_checkpointing:
             value.enable_input_require_grads()
-        self.value = SecondModel(value, self.accelerator, self.args.value_learning_rate)
+        args = self.args
+        learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+        self.value = SecondModel(value, self.accelerator, learning_rate)
         self.second_models[VALUE_FOLDER] = self.value
         if self.args.value_warmup_steps > 0:  # during which only the value model is updated
             if zero_stage(self.accelerator) is not None:
