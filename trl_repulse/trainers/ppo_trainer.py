@@ -154,11 +154,8 @@ class PPOTrainer(GRPOLossTrainer):
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
         second = self._second_arguments
         value_model, proposal_model = second.value_model, second.proposal_model
-        init_kwargs = {
-            "trust_remote_code": args.trust_remote_code,
-            **(args.model_init_kwargs or {}),
-            "device_map": None,
-        }
+        init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
             init_kwargs.pop("revision", None)  # the policy's
         value_is_adapter = second.value_peft_config is not None or adapter_config(value_model) is not None
