@@ -25,6 +25,7 @@ from transformers import (
 from trl import GRPOTrainer, RLOOTrainer
 
 from trl_repulse.cli import arguments, methods
+from trl_repulse.configs import NegativeTermConfig
 from trl_repulse.configs.shared_config import documented
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.data._texts import check_added_tokens
@@ -107,6 +108,7 @@ class _PeriodicTracking(TrackingCallback):
         check_sizes(every=every)
         super().__init__(trainer)
         self.every = every
+        self._proposal = trainer.proposal if isinstance(trainer.args, NegativeTermConfig) else None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         super().on_train_begin(args, state, control, **kwargs)

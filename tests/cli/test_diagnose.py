@@ -250,7 +250,7 @@ def test_each_symptom_has_a_section(symptom):
         for line in PAGE.splitlines()
         if line.startswith("## ")
     }
-    assert SYMPTOMS[symptom].heading in anchors
+    assert SYMPTOMS[symptom].anchor in anchors
 
 
 # The command

@@ -6,7 +6,7 @@ from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_repulse import PPOTrainer
 from trl_repulse.engine.second_model import SecondAdapter
-from trl_repulse.models._adapters import keep_gradients
+from trl_repulse.models._adapters import keep_4bit_trainable
 
 from .test_adapters_math import lora
 
@@ -82,7 +82,7 @@ def test_weights_packed_for_inference_are_refused(make):
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
     layers[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match="packed for inference.*Load it again"):
-        keep_gradients(trainer.model, "`model`")
+        keep_4bit_trainable(trainer.model, "`model`")
 
 
 def test_the_value_models_adapter_learns(make):

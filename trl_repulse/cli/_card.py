@@ -44,10 +44,8 @@ def check_card(folder: Path | None, models: int = 1) -> None:
 def check_measured(
     folder: Path | str, weights: str, name: str, flag: str = "--card", measured: str = "was measured", **options: Any
 ) -> None:
-    """
-    Raises a `ValueError` if no precision of the model in the folder has the hash of the measured weights. Warns if that model
-    cannot be loaded, with `options`. `name` is that of the measured model, for the message, in which `flag` names the folder.
-    """
+    """Raises a `ValueError` if no precision of the model in the folder has the hash of the measured weights. Warns if that model
+    cannot be loaded, with `options`. `name` is that of the measured model, for the message, in which `flag` names the folder."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -21,10 +21,8 @@ NOT_FORWARDED = {"debug", "env", "gradient_accumulation_steps", "help", "module"
 
 
 def without_torch(function: Callable[..., Any], *args: Any) -> Any:
-    """
-    Calls a function in a fork of this process in which torch does not seem to be installed, and returns or raises what it does. Where it
-    fails otherwise than with a `ValueError`, and where torch is imported already, it is called here.
-    """
+    """Calls a function in a fork of this process in which torch does not seem to be installed, and returns or raises what it does. Where it
+    fails otherwise than with a `ValueError`, and where torch is imported already, it is called here."""
     if {"torch", "transformers"}.isdisjoint(sys.modules):
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
@@ -54,10 +52,8 @@ def _call(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def read_early(command: str, argv: list[str]) -> str:
-    """
-    Checks the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else nothing.
-    Raises a `ValueError` for a name that is unknown, a value that its flag does not take, or a path at which there is nothing.
-    """
+    """Checks the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else nothing.
+    Raises a `ValueError` for a name that is unknown, a value that its flag does not take, or a path at which there is nothing."""
     from .arguments import ARGUMENTS, check_arguments
 
     if command in ARGUMENTS:

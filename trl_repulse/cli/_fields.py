@@ -52,10 +52,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """
-    A parser that takes full names only, reads `-1e1` and `-inf` as numbers, suggests the nearest name for an unknown one, and reads a
-    YAML file as it reads flags. Its sub-parsers do the same.
-    """
+    """A parser that takes full names only, reads `-1e1` and `-inf` as numbers, suggests the nearest name for an unknown one, and reads a
+    YAML file as it reads flags. Its sub-parsers do the same."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
@@ -78,10 +76,8 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def take_training_names(self, check: Callable[[Path, Mapping[str, Any]], None] | None = None) -> None:
-        """
-        Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `check` raises a
-        `ValueError` for a name in a file that no training command has, and is slow.
-        """
+        """Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `check` raises a
+        `ValueError` for a name in a file that no training command has, and is slow."""
         if check is not None:
             self._check_of_training = check
         for action in self._actions:
@@ -272,7 +268,7 @@ def check_inputs(args: Any) -> None:
 
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """The file that `--config` names, if any, and the other words. Raises a `ValueError` for none behind it, or two."""
+    """Splits off `--config`: its file, or `None`, and the other arguments. Raises a `ValueError` if it has no path or is given twice."""
     path, rest, words = None, [], iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")
@@ -358,10 +354,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def keep_writing() -> None:
-    """
-    Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
-    Streams with which a caller has replaced Python's stay. DeepSpeed, if it is installed, does not say that there is no GPU.
-    """
+    """Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
+    Streams with which a caller has replaced Python's stay. DeepSpeed, if it is installed, does not say that there is no GPU."""
     logging.getLogger("DeepSpeed").addFilter(_is_news)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

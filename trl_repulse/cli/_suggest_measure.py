@@ -23,11 +23,13 @@ from .._rules_of_thumb import bad_threshold_for
 from ..configs import RePULSeConfig
 from ..data._checks import check_prompt_lengths
 from ..data._texts import completion_texts
-from ..evaluation._generation import end_tokens, evaluate_rewards, prompt_tokens, transformers_engine
+from ..evaluation._generation import end_tokens, evaluate_rewards, transformers_engine
 from ..evaluation.log_probs import completion_log_probs
 from ..evaluation.rare.pilot import raised_by
 from ..generation._probe import probe_shared
+from ..generation.completions import tokenize
 from ..generation.drawing import POLICY, Sampler, rows_drawn_by
+from ..models._model_checks import vocab_size
 from ..trainers import RePULSeTrainer
 from ._suggest_rules import (
     ADAPTER,
@@ -53,7 +55,7 @@ class _Policy:
 
     def __init__(self, args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]):
         self.args, self.model, self.tokenizer, self.prompts, self.reward = args, model, tokenizer, prompts, reward
-        self.ids = prompt_tokens(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
+        self.ids = tokenize(tokenizer, prompts["prompt"][:], args.chat_template_kwargs)
         check_prompt_lengths(self.ids, prompts["prompt"][:], model.config, args.max_completion_length)
         self.guard = probe_shared(model)
 
@@ -77,10 +79,7 @@ class _Policy:
     def log_p(self, places: list[int], tokens: list[list[int]], sampler: Any) -> np.ndarray:
         """Log-probabilities of completions, in nats."""
         rows = [self.ids[place] for place in places]
-        log_p, _ = completion_log_probs(
-            self.model, rows, tokens, self.args.batch_size, sampler=sampler, guard=self.guard
-        )
-        return log_p.numpy()
+        return completion_log_probs(self.model, rows, tokens, self.args.batch_size, sampler, self.guard)[0].numpy()
 
 
 def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]) -> Measured:
@@ -144,11 +143,7 @@ def _gain(
     finds: list[list[np.ndarray]] = [[], []]  # w and p / m, by sampler
     for number, half in enumerate(halves):
         learning = [i for i in halves[1 - number] if np.isfinite(rewards[i])]  # what does not judge the tokens
-        biases = raised_by(
-            torch.tensor(rewards[learning]),
-            [tokens[i] for i in learning],
-            policy.model.config.get_text_config().vocab_size,
-        )
+        biases = raised_by(torch.tensor(rewards[learning]), [tokens[i] for i in learning], vocab_size(policy.model))
         for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=biases[1]))):
             asked = [places[i] for i in half[kind::4]]
             more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)

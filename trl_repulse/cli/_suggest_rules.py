@@ -28,6 +28,7 @@ TARGET_NATS = 35.0  # target_dist_beta times the range of the reward, as in the 
 UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and the fewest
 HIGH = 0.98  # quantile
+CUT = 0.05  # share of samples that may be cut at the length that they were drawn with
 MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FEWEST = 5  # prompts of an update
 CLEARLY = 1.2  # how many times faster the other precision must be
@@ -121,10 +122,8 @@ def suggest_settings(
     use_peft: bool = False,
     bad_reward_threshold: float | None = None,
 ) -> Suggestion:
-    """
-    Settings for `trl-repulse repulse`, from samples of the initial policy, which had at most `max_completion_length` tokens.
-    Raises a `ValueError` if all samples have the same reward, or fewer than two have any.
-    """
+    """Settings for `trl-repulse repulse`, from samples of the initial policy, which had at most `max_completion_length` tokens.
+    Raises a `ValueError` if all samples have the same reward, or fewer than two have any."""
     found, rewards = Suggestion(), measured.rewards[np.isfinite(measured.rewards)]
     if rewards.size < 2 or rewards.min() == rewards.max():
         what = f"the reward {rewards[0]:g}" if rewards.size else "no reward"
@@ -198,6 +197,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
 
 
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
+    """Sets `bad_reward_threshold`, the one that was given or a measured one, and returns it. Warns if more than a tenth is bad."""
     threshold = bad_threshold_for(rewards) if given is None else given
     below = prob_below(rewards[None], threshold)
     advice = "Rule of thumb: about the 2 % quantile, or a gap near it. Read the lowest samples, and move it to what you call bad."
@@ -216,8 +216,10 @@ def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float 
 
 
 def _length(found: Suggestion, measured: Measured, limit: int) -> None:
+    """Sets `max_completion_length` (tokens): to `limit`, with a warning, if more than [`CUT`] of the samples were cut there; else a tenth
+    above the [`HIGH`] quantile of those that ended, rounded up to a multiple of 8."""
     cut = 1 - float(measured.ended.mean())
-    if cut > 0.05:
+    if cut > CUT:
         reason = f"Measured: {cut:.0%} of the samples were cut at this length, which they were drawn with."
         found.set("max_completion_length", limit, reason)
         found.warnings.append(
@@ -226,7 +228,7 @@ def _length(found: Suggestion, measured: Measured, limit: int) -> None:
         )
         return
     high = float(np.quantile(measured.lengths[measured.ended], HIGH))
-    reason = f"Measured: 98 % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
+    reason = f"Measured: {100 * HIGH:g} % of the samples that ended have at most {high:.0f} tokens. Rule of thumb: a tenth more, in eights."
     found.set("max_completion_length", min(limit, 8 * math.ceil(1.1 * high / 8)), reason)
 
 
@@ -249,6 +251,7 @@ def _counts(found: Suggestion, measured: Measured, share: float) -> None:
 
 
 def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
+    """Sets `beta` and `alpha` from the spread of rewards within a prompt: `drawn` (P, N), of which `rewards` are the finite ones."""
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
     bad, high = rewards[is_bad(rewards, threshold)], np.quantile(rewards, HIGH)
@@ -287,11 +290,10 @@ def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
 
 
 def planned_update(found: Suggestion, updates: Updates, minutes: float | None) -> tuple[str, float, int]:
-    """The precision, the seconds of a prompt, and the prompts of an update: fewer if [`FEW`] updates would not fit into `minutes`."""
-    usual, fastest = (
-        "float32" if updates.device == "cpu" else "bfloat16",
-        min(updates.seconds, key=updates.seconds.get),
-    )
+    """The precision, the seconds per prompt, and the prompts of an update: the most of a few sizes for which [`FEW`] updates fit into
+    `minutes`, or the fewest."""
+    usual = "float32" if updates.device == "cpu" else "bfloat16"  # unless the other is [`CLEARLY`] faster
+    fastest = min(updates.seconds, key=updates.seconds.get)
     precision = fastest if updates.seconds[usual] > CLEARLY * updates.seconds[fastest] else usual
     a_prompt = updates.seconds[precision] / updates.prompts
     most = found.values["train_batch_size"] // found.values["num_generations"]
@@ -307,10 +309,8 @@ def plan(
     max_steps: int | None = None,
     minutes: float | None = None,
 ) -> None:
-    """
-    Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
-    `ValueError` if no update fits.
-    """
+    """Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
+    `ValueError` if no update fits."""
     n, (precision, a_prompt, prompts) = found.values["num_generations"], planned_update(found, updates, minutes)
     seconds, fits = prompts * a_prompt, None
     if minutes is not None:

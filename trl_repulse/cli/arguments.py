@@ -137,10 +137,8 @@ class FieldsParser(Parser, TrlParser):
         raise ValueError(message)
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
-        """
-        Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
-        Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass.
-        """
+        """Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
+        Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass."""
         return self.parse_args_into_dataclasses(self.read_config(args), **kwargs)
 
     def read_config(self, args: Iterable[str] | None = None) -> list[str]:
@@ -216,15 +214,16 @@ class TrainingParser(FieldsParser):
 
 
 def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any], width: int) -> str:
-    """A section of the short help. Each flag has a line: the first sentence of its help, and the value that will apply."""
+    """A section of the short help, in lines of `width` characters. Each flag has a line: the first sentence of its help, and the value that
+    will apply: that in `values`, by flag, or what decides it."""
     column, lines = 4 + max(len(action.dest) for action in actions), [f"{title}:"]
     for action in actions:
         text = action.help.replace("%%", "%")
         value = str(values[action.dest])
         if values[action.dest] is None:  # then the help says what decides, if anything does
             decides = re.search(r"If (?:unset|`None`), (.+?)(?:[.;,] |\.$)", text)
-            value = re.sub(r"^`(\w+)`$", r"as \1", decides[1]) if decides else "unset"
-        value = textwrap.shorten(value, 26, placeholder="...")
+            value = re.sub(r"^`(\w+)`$", r"as \1", decides[1]) if decides else "unset"  # `name` -> as name
+        value = textwrap.shorten(value, width=26, placeholder="...")
         sentence = re.split(r"[.:;] (?=[A-Z])|\.$", text)[0]
         room = width - column - 5 - len(value)
         lines.append(f"  {'--' + action.dest:{column}}{textwrap.shorten(sentence, room, placeholder='...')} ({value})")
@@ -232,10 +231,8 @@ def _in_lines(title: str, actions: list[argparse.Action], values: dict[str, Any]
 
 
 def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str]) -> str:
-    """
-    Checks what needs no torch of a training command's arguments, as [`parse`] does: names, values that flags take, paths, and the
-    command's own arguments. Returns the help if they ask for it, else nothing. Raises a `ValueError` for wrong ones.
-    """
+    """Checks what needs no torch of a training command's arguments, as [`parse`] does: names, values that flags take, paths, and the
+    command's own arguments. Returns the help if they ask for it, else nothing. Raises a `ValueError` for wrong ones."""
     (script, _), default_config = ARGUMENTS[command], embedded.settings_path(command)
     parser = TrainingParser(ARGUMENTS[command], default_config, prog=f"trl-repulse {command}", epilog=_EPILOG)
     parser.others = {*launcher_keys, *of_the_method(command)}

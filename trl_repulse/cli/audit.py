@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Refuses arguments that contradict each other or lack another one."""
     if (args.sensitivity is None) != (args.specificity is None):
         raise ValueError("`--sensitivity` and `--specificity` belong together; give both, or label completions.")
     if (args.sensitivity is None) == (args.labels is None):

@@ -86,10 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any]:
-    """
-    Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
-    [`~trl_repulse.evaluation.report.TailReport`].
-    """
+    """Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
+    [`~trl_repulse.evaluation.report.TailReport`]."""
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
 
@@ -137,6 +135,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace) -> None:
+    """Samples from the model that the arguments name, into the first folder."""
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
@@ -144,21 +143,12 @@ def _sample(args: argparse.Namespace) -> None:
         given["reward_weights"] = tuple(given["reward_weights"])
     settings = SamplingSettings(**given)
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
-    prompts = named_prompts(args)
-    rewards = _load_rewards(args)
-    sample_completions(
-        args.folders[0],
-        args.model,
-        prompts,
-        rewards,
-        settings,
-        reference=args.reference,
-        engine_kwargs=args.engine_kwargs,
-        trust_remote_code=args.trust_remote_code,
-    )
+    options = {name: getattr(args, name) for name in ("reference", "engine_kwargs", "trust_remote_code")}
+    sample_completions(args.folders[0], args.model, named_prompts(args), _load_rewards(args), settings, **options)
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:
+    """The reward that the arguments name, or a list of those of `--reward`."""
     from ..rewards.loading import load_reward
 
     for arguments in (args.reward_kwargs, *(args.rewards or [])):

@@ -48,10 +48,8 @@ COMMANDS = {
 
 
 def build_parser(command: str | None = None, config: Path | None = None) -> argparse.ArgumentParser:
-    """
-    Builds the parser of the console command, with the arguments of one sub-command; the modules of the others are not imported.
-    `config` is a YAML file with arguments of it, over which flags win. Raises a `ValueError` if the file cannot be used.
-    """
+    """Builds the parser of the console command, with the arguments of one sub-command; the modules of the others are not imported.
+    `config` is a YAML file with arguments of it, over which flags win. Raises a `ValueError` if the file cannot be used."""
     parser = Parser("trl-repulse", description="RePULSe for TRL: training, and tools around it.")
     parser.add_argument("--version", action="version", version=f"trl-repulse {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -89,10 +87,8 @@ def training_names() -> frozenset[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """
-    Runs the console command and returns its exit status. Mistakes of the user, and errors of a reward function, end it with one
-    line. Wrong arguments exit with status 2.
-    """
+    """Runs the console command and returns its exit status. Mistakes of the user, and errors of a reward function, end it with one
+    line. Wrong arguments exit with status 2."""
     keep_writing()
     argv = sys.argv[1:] if argv is None else argv
     command = next((argument for argument in argv if not argument.startswith("-")), None)

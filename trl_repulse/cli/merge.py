@@ -85,7 +85,8 @@ def merge(
 
 
 def _write_card(adapter: Path, output: Path) -> None:
-    """Copies the card of a trained adapter, as one of full weights, but not the empty form that PEFT writes."""
+    """Copies the model card of an adapter and makes it one of a full model; that of a proposal names no base. A card that PEFT alone wrote
+    is not copied."""
     if "trl" not in _tags(adapter):
         return
     card = ModelCard.load(adapter / _CARD, ignore_metadata_errors=True)
@@ -121,10 +122,8 @@ def _logits(model: Any, ids: Any) -> Any:
 
 
 def _check_logits(found: Any, expected: Any, tolerance: float, adapter: Path) -> None:
-    """
-    Refuses logits that differ by more than a share of their spread: merged weights are rounded, in half precision to some hundredths of
-    it. Adding a constant to all changes no probability.
-    """
+    """Refuses logits that differ by more than a share of their spread: merged weights are rounded, in half precision to some hundredths of
+    it. Adding a constant to all changes no probability."""
     found, expected = (logits - logits.mean(dim=-1, keepdim=True) for logits in (found, expected))
     distance = ((found - expected).square().mean() / expected.square().mean().clamp(min=1e-12)).sqrt().item()
     if not distance <= tolerance:

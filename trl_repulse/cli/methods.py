@@ -10,12 +10,7 @@ from trl import GRPOTrainer
 from .. import embedded
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
-from .arguments import (
-    ARGUMENTS,
-    PPOScriptArguments,
-    of_the_method,
-    parse,
-)
+from .arguments import ARGUMENTS, PPOScriptArguments, of_the_method, parse
 from .scripts import run
 
 
@@ -33,21 +28,19 @@ def train(
     Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
     The file of `--config` may have `launcher_keys`, the launcher's arguments, too. `arguments` are the commands' dataclasses, and `options`
-    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out
-    of range, missing, or contradict one another, and an `OSError` if a model or a file cannot be loaded.
+    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out of range, missing, or contradict one
+    another, and an `OSError` if a model or a file cannot be loaded.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    negative = of_the_method(command)
+    argv, negative = sys.argv[1:] if argv is None else argv, of_the_method(command)
     known = {*launcher_keys, *negative}
     script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), known)
     path, _ = split_config(argv)
     unused = [] if path is None else sorted(negative & read_yaml(path).keys())
     if unused and args.should_log:
         logger.warning(f"`{command}` has no negative term, and does not use `{'`, `'.join(unused)}` of `{path}`.")
-    extra = dict(options)
     if isinstance(script_args, PPOScriptArguments):
-        extra["value_model"] = script_args.value_model_path
-    run(_TRAINERS[command], script_args, args, model_args, _title(command, args), **extra)
+        options["value_model"] = script_args.value_model_path
+    run(_TRAINERS[command], script_args, args, model_args, _title(command, args), **options)
 
 
 _TRAINERS: dict[str, type[GRPOTrainer]] = {

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--reference",
         metavar="MODEL",
-        help="the model before training, which may say more often what the policy learned not to",
+        help="the model before training, which may still draw outputs that the policy has unlearned",
     )
     models.add_argument("--proposal", metavar="MODEL", nargs="+", default=[], help="proposals, of one or several runs")
     add_options(models, "dtype", "trust_remote_code")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument(
         "--num_proposal_samples",
         type=int,
-        help="so many more a prompt from each proposal and each hotter copy, without a pilot; 0: plain sampling",
+        help="completions a prompt from each proposal and each hotter copy, without a pilot; 0: plain sampling",
     )
     drawing.add_argument(
         "--divergence",
@@ -128,19 +128,18 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
-    """
-    Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
-    the names of the `components`.
-    """
+    """Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
+    the names of the `components`."""
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state, prompt_tokens
+    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
     from ..evaluation.audit_labels import scored_draws, write_scored
     from ..evaluation.rare.components import Component
     from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
+    from ..generation.completions import tokenize
     from ..models._loading import check_same_tokens, load_model, load_tokenizer, load_with_tokenizer
     from ..rewards.loading import load_reward
 
@@ -150,7 +149,7 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     template = args.chat_template_kwargs
     check_template_kwargs(prompts[:1]["prompt"], template)
     tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
-    prompt_tokens(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
+    tokenize(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
     others = [("reference", args.reference)] if args.reference is not None else []
     others += [("proposal", name) for name in args.proposal]
     for part, name in others:
@@ -160,11 +159,10 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(reward, str):
         classifier = AutoModelForSequenceClassification, reward, "reward model", device
         reward, reward_tokenizer = load_with_tokenizer(*classifier, num_labels=1, **code)
-    loaded = [
+    policy, *models = (
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for part, name in (("policy", args.policy), *others)
-    ]
-    policy, *models = loaded
+    )
     reference = models.pop(0) if args.reference is not None else None
     shared = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}
     components: dict[str, Component] = {}

@@ -198,10 +198,8 @@ def run(
 
 
 def _checkpoint(args: Any) -> str | None:
-    """
-    The checkpoint that `resume_from_checkpoint` names, which is text on the command line: a path, or `true` for the last one, or `false`.
-    The main process prints it. Raises a `ValueError` if there is none.
-    """
+    """The checkpoint that `resume_from_checkpoint` names, which is text on the command line: a path, or `true` for the last one, or `false`.
+    The main process prints it. Raises a `ValueError` if there is none."""
     given = args.resume_from_checkpoint
     given = {"true": True, "false": None}.get(str(given).lower(), given)
     if not given:
@@ -215,10 +213,8 @@ def _checkpoint(args: Any) -> str | None:
 def _evaluate(
     trainer: Trainer, script_args: TrainingScriptArguments, held_out: Any, initial: str | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """
-    Evaluates on held-out prompts. Returns P(bad) of the policy, and of the `initial` model (if any) by its name in the report; nothing
-    without `num_final_samples` and a threshold. All processes must call it.
-    """
+    """Evaluates on held-out prompts. Returns P(bad) of the policy, and of the `initial` model (if any) by its name in the report; nothing
+    without `num_final_samples` and a threshold. All processes must call it."""
     args, threshold = trainer.args, getattr(trainer, "bad_reward_threshold", None)
     trainer.evaluate()
     if not script_args.num_final_samples or threshold is None:
@@ -308,10 +304,8 @@ def report(
 
 
 def main_or_exit(main: Callable[[], None]) -> None:
-    """
-    Runs a script's main function. A mistake of the user, an error of a reward function or Ctrl-C ends it with one line and exit
-    status 1; other errors are raised.
-    """
+    """Runs a script's main function. A mistake of the user, an error of a reward function or Ctrl-C ends it with one line and exit
+    status 1; other errors are raised."""
     keep_writing()
     try:
         main()

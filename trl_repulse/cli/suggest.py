@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..evaluation.tails import check_sizes
 from ._fields import add_options, add_prompts, add_reward, named_prompts
 from ._suggest_rules import ADAPTER, LEAST, UPDATES, Measured, Suggestion, plan, sample_report, say, suggest_settings
 
@@ -54,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before torch is imported."""
-    from ..evaluation.tails import check_sizes
-
     sizes = {"max_completion_length": args.max_completion_length, "batch_size": args.batch_size}
     check_sizes(**sizes, max_steps=UPDATES if args.max_steps is None else args.max_steps)
     if args.minutes is not None and args.max_steps is not None:

@@ -221,6 +221,7 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
 
 
 def _check_target(args: Any) -> None:
+    """Checks the potential, and the fields that belong to it."""
     if args.potential == "tilted":
         remedy = (
             "must be below 0 for the tilted potential: the target policy · exp(β·reward) has to seek low rewards "
@@ -241,6 +242,7 @@ def _check_target(args: Any) -> None:
 
 
 def _check_sampling(args: Any) -> None:
+    """Refuses what would make samples, or their log-probabilities, other than those of the models: importance weights would be wrong."""
     exact: dict[str, tuple] = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), (1.0,))
     exact |= {"top_k": (0, None), "min_p": (None, 0.0), "vllm_structured_outputs_regex": (None,)}
     for name, accepted in exact.items():
@@ -286,6 +288,7 @@ def check_second_schedule(args: Any) -> None:
 
 
 def _check_proposal(args: Any) -> None:
+    """Checks the fields of a second model."""
     check_uploads(args)
     check_second_schedule(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
@@ -326,6 +329,7 @@ def _check_cut_prompts(args: Any) -> None:
 
 
 def _check_no_proposal(args: Any) -> None:
+    """Refuses fields of a second model where none is built, and checks those of the hot policy."""
     remedy = f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {{!r}}"
     require_defaults(args, remedy, *_OF_SECOND_MODEL)
     if args.proposal == "policy":

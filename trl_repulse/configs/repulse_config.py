@@ -278,10 +278,8 @@ class RePULSeGRPOConfig(NegativeTermConfig, SharedConfig, GRPOConfig):
         require(self, not (own and self.proposal_tools), "proposal_tools", remedy)
 
     def fill_in(self) -> None:
-        """
-        Gives unset fields their defaults, as in [`NegativeTermConfig`]. Of `alpha` it is the published 0.1 in units of the advantages,
-        with tokens counted as in GRPO's loss, which also decides `logprob_reduction`.
-        """
+        """Gives unset fields their defaults, as in [`NegativeTermConfig`]. Of `alpha` it is the published 0.1 in units of the advantages,
+        with tokens counted as in GRPO's loss, which also decides `logprob_reduction`."""
         if self.alpha is None:
             if self.logprob_reduction is None and self.loss_type in ("dr_grpo", "luspo"):
                 self.logprob_reduction = "sum"

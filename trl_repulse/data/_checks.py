@@ -270,10 +270,8 @@ def check_prompt_lengths(
 def fitting_prompts(
     config: PretrainedConfig, max_completion_length: int, max_length: int | None = None
 ) -> tuple[float, float]:
-    """
-    Up to how many tokens a prompt may have, and under which number its tokens must be, for [`check_prompt_lengths`] to pass whatever else
-    is in the batch; 0 tokens where it depends on the batch.
-    """
+    """Up to how many tokens a prompt may have, and under which number its tokens must be, for [`check_prompt_lengths`] to pass whatever else
+    is in the batch; 0 tokens where it depends on the batch."""
     text_config = config.get_text_config()
     lengths = (getattr(text_config, "max_position_embeddings", None), max_length)
     context = min((length for length in lengths if length is not None), default=math.inf)

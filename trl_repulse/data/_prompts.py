@@ -167,7 +167,7 @@ def render(
     add_generation_prompt: bool = True,
 ) -> str:
     """A conversation as text in the chat template. Raises `ValueError` like [`rendering`]."""
-    check_template_variables(variables, ("tools",))
+    check_template_variables(variables, allowed=("tools",))
     with rendering(tokenizer, messages, where):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})

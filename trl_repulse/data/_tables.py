@@ -132,6 +132,7 @@ def _looks_like_rows(text: str, place: int, columns: int) -> bool:
 
 
 def _parse(text: str, where: str) -> Any:
+    """The value of a JSON text. Raises a `ValueError` that begins with `where`."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except ValueError as error:  # also for numbers with thousands of digits
@@ -204,6 +205,7 @@ def from_columns(columns: dict[str, list[Any]], of: str = "the data set") -> Dat
 
 
 def _type_of(values: list[Any]) -> Any:
+    """The type of a column: that of Arrow if it keeps all values as they are, else [`ExactJson`]. Raises as Arrow does for what neither can hold."""
     nested = all(isinstance(value, dict | list) for value in values if value is not None)
     try:
         dataset = Dataset.from_dict({"values": values})

@@ -73,10 +73,7 @@ def load_prompts(
         dataset = _load_file(path, split, column)
         dataset = dataset.to_iterable_dataset() if streaming else dataset
     else:
-        dataset = _rename(_load_by_name(name, path, config, split, streaming), column, name)
-        check_dataset(dataset, name)
-        if isinstance(dataset, Dataset):
-            _check_prompts(dataset["prompt"], name, stored=True)
+        dataset = _with_prompts(_load_by_name(name, path, config, split, streaming), column, name)
     dataset.info.dataset_name = path.name if path.is_file() else name  # by which reports know it
     if column == "Behavior" and CONTEXT in (dataset.column_names or ()):
         dataset = dataset.map(lambda row: {"prompt": in_context(row["prompt"], row[CONTEXT])})
@@ -156,18 +153,22 @@ def _load_by_name(name: str, path: Path, config: str | None, split: str, streami
         raise ValueError(f"`{name}` has no split '{split}' ({str(error).rstrip('.')}); {_NAME_SPLIT}.") from error
 
 
-def _rename(dataset: Dataset | IterableDataset, column: str, name: str) -> Dataset | IterableDataset:
+def _with_prompts(dataset: Dataset | IterableDataset, column: str, name: str) -> Dataset | IterableDataset:
+    """A stored data set with `column` as its `"prompt"`, checked; a stream's rows are not. `name` is what messages call it."""
     columns = dataset.column_names
     if columns is not None:
         _check_column(columns, column, name)
-    if column == "prompt":
-        return dataset
-    if "prompt" in (columns or ()):
-        dataset = dataset.remove_columns("prompt")
-    return dataset.rename_column(column, "prompt")
+    if column != "prompt":
+        dataset = dataset.remove_columns("prompt") if "prompt" in (columns or ()) else dataset
+        dataset = dataset.rename_column(column, "prompt")
+    check_dataset(dataset, name)
+    if isinstance(dataset, Dataset):
+        _check_prompts(dataset["prompt"], name, stored=True)
+    return dataset
 
 
 def _check_column(columns: Iterable[str], column: str, name: str) -> None:
+    """Raises `ValueError` unless the columns have the one that holds the prompts."""
     if column not in columns:
         raise ValueError(
             f"`{name}` has no column `{column}`, only {', '.join(columns) or 'no columns'}; name the one that holds the prompts "
@@ -177,6 +178,7 @@ def _check_column(columns: Iterable[str], column: str, name: str) -> None:
 
 
 def _load_file(path: Path, split: str, column: str) -> Dataset:
+    """The prompts of a file, checked."""
     readable = f"{', '.join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]}"
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a {readable} file of prompts.")
@@ -185,10 +187,7 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
     if split != "train":
         raise ValueError(f"`{path}` is one file with one split, 'train', and has no split '{split}'; {_NAME_SPLIT}.")
     if path.suffix.lower() == ".parquet":
-        dataset = _rename(_read_parquet(path), column, str(path))
-        check_dataset(dataset, str(path))
-        _check_prompts(dataset["prompt"], str(path), stored=True)
-        return dataset
+        return _with_prompts(_read_parquet(path), column, str(path))
     rows = read_csv(path) if path.suffix.lower() == ".csv" else read_json(path)
     if not rows:
         raise ValueError(f"`{path}` is empty; give it at least one row with a `{column}`.")

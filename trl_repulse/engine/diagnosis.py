@@ -39,10 +39,10 @@ class Span(NamedTuple):
 
 
 class RunLog:
-    """A run's `log_history`, by metric, with the known fields of its configuration. Means are over `needed` updates."""
+    """A run's `log_history`, by metric, with the known fields of its configuration. Means are over [`UPDATES`] updates."""
 
-    def __init__(self, history: Iterable[dict[str, Any]], settings: dict[str, Any], needed: float):
-        self.settings, self.needed = settings, needed
+    def __init__(self, history: Iterable[dict[str, Any]], settings: dict[str, Any]):
+        self.settings = settings
         self.columns: dict[str, list[tuple[int, float]]] = {}  # metric -> update and value, in order
         for entry in history:
             step = entry.get("step")
@@ -61,9 +61,7 @@ class RunLog:
         return self.steps[-1] if self.steps else 0
 
     def spans(self, name: str) -> list[Span]:
-        """
-        For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none.
-        """
+        """For each log, the mean of a metric over the fewest logs up to it that cover enough updates. Raises [`Unknown`] if there are none."""
         if name not in self.columns:
             when = f": it is logged with {_WHEN[name]}" if name in _WHEN else ""
             raise Unknown(f"the log has no `{name}`{when}")
@@ -73,11 +71,11 @@ class RunLog:
             covered, total = 0, 0.0
             for step, value in reversed(points[: i + 1]):
                 covered, total = covered + step - self._before[step], total + value * (step - self._before[step])
-                if covered >= self.needed:
+                if covered >= UPDATES:
                     spans.append(Span(self._before[step] + 1, points[i][0], total / covered))
                     break
         if not spans:
-            raise Unknown(f"the log has `{name}` for fewer than the {self.needed:g} updates that it takes to judge")
+            raise Unknown(f"the log has `{name}` for fewer than the {UPDATES} updates that it takes to judge")
         return spans
 
     def pairs(self, name: str, other: str) -> list[tuple[Span, Span]]:
@@ -102,8 +100,9 @@ class RunLog:
     def standard_error(self, name: str) -> float:
         """Standard error of a mean of [`spans`], from the differences of successive logs."""
         points = [value for _, value in self.columns[name] if math.isfinite(value)]
+        # Half the mean square of successive differences is the variance of a log
         squares = [(one - other) ** 2 / 2 for one, other in zip(points, points[1:], strict=False)]
-        logs = max(1.0, self.needed * len(self.steps) / self.updates)  # of a mean
+        logs = max(1.0, UPDATES * len(self.steps) / self.updates)  # of a mean
         return math.sqrt(sum(squares) / len(squares) / logs) if squares else 0.0
 
     def count(self, name: str) -> int:
@@ -206,7 +205,7 @@ KL_RISE = 0.1  # nats per token; doubling less than that is harmless
 EMPTY = 1.1  # tokens; the end token alone is 1, so that nine completions in ten are empty
 CLIPPED = 0.5  # of the completions; models that end their completions stay far below
 SHORT = 4  # tokens; completions limited to as few are meant to be cut
-GAIN = 1.0
+GAIN = 1.0  # an extra sample is worth as much as one of the policy's
 CONSTANT = 1e-6  # of the reward's size, which is what float32 resolves
 NOT_FINITE = 0.1  # of the logs; in fp16 the search for a loss scale gives single infinite gradients
 
@@ -222,7 +221,7 @@ class Symptom:
     sign: Callable[[RunLog], str | None]
 
     @property
-    def heading(self) -> str:
+    def anchor(self) -> str:
         """The anchor of its section."""
         return self.title.lower().replace(" ", "-")
 
@@ -570,7 +569,7 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
     ...     print(finding)
     ```
     """
-    log = RunLog(history, settings or {}, UPDATES)
+    log = RunLog(history, settings or {})
     diagnosis = Diagnosis(log.updates)
     if not log.updates:
         raise ValueError(
@@ -587,7 +586,7 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
         else:
             cause = _with_values(symptom.cause, log.settings)
             remedy = _with_values(_alternatives(symptom.remedy, log.settings), log.settings)
-            diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.heading}"))
+            diagnosis.findings.append(Finding(name, evidence, cause, remedy, f"{PAGE}#{symptom.anchor}"))
     return diagnosis
 
 

@@ -156,7 +156,7 @@ def pool_all(metrics: dict[str, list[Any]]) -> None:
 
 
 def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
-    """Removes TRL's values of single batches, which include rows that fill up a batch, from metrics with these prefixes, in place."""
+    """Removes TRL's values of single batches, which include padding rows, from metrics with these prefixes, in place."""
     for name in metrics:
         if name.startswith(prefixes):
             metrics[name] = [value for value in metrics[name] if isinstance(value, Pooled)]
@@ -183,7 +183,7 @@ class _Evaluation:
 
     rows: Callable[[], int] | None  # total rows, if known
     seen: int = 0  # rows
-    real: int | None = None  # rows of the current batch that do not fill it up
+    real: int | None = None  # rows of the current batch that are no padding
     losses: list[Pooled] = field(default_factory=list)
 
 
@@ -210,8 +210,8 @@ class Logs:
     """
     Metrics of a trainer in which all samples (or tokens, or prompts) since the last log count the same.
 
-    Rows with which accelerate fills up the last batch of an evaluation do not count. Values of this process wait until [`flush`], which
-    gathers all of them in one collective call; each process must record the same names.
+    *Padding rows*, with which accelerate completes the last batch of an evaluation, do not count. Values of this process wait until
+    [`flush`], which gathers all of them in one collective call; each process must record the same names.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator.
@@ -241,7 +241,7 @@ class Logs:
 
     @contextlib.contextmanager
     def counting(self, dataloader: Any, generations: int) -> Iterator[_Evaluation]:
-        """Context of an evaluation, in which it is known which rows only fill up the last batch."""
+        """Context of an evaluation, in which it is known which rows are padding."""
         dataset = dataloader.dataset
         shard = dataset if isinstance(dataset, IterableDatasetShard) else None
         rows = None
@@ -273,26 +273,26 @@ class Logs:
         return loss
 
     def real_rows(self, local_rows: int) -> int:
-        """Number of rows of a batch, over all processes, that do not only fill it up. These come first."""
+        """Number of rows of a batch, over all processes, that are no padding. These come first."""
         rows = local_rows * self.accelerator.num_processes
         return rows if self._evaluation is None or self._evaluation.real is None else self._evaluation.real
 
     def are_real(self, local_rows: int) -> torch.Tensor:
-        """Mask `(B,)` of the rows of this process that do not merely fill up the batch."""
+        """Mask `(B,)` of the rows of this process that are no padding."""
         first = self.accelerator.process_index * local_rows
         rows = torch.arange(first, first + local_rows, device=self.accelerator.device)
         return rows < self.real_rows(local_rows)
 
     def mean_of_real(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """Turns a loss that is a mean over `rows` of this process into a mean over those that do not merely fill up the batch."""
+        """Turns a loss that is a mean over `rows` of this process into a mean over those that are no padding."""
         self.loss_count = self.real_rows(rows)
-        if self._model.training or not self.loss_count:  # rows that fill up a batch add 0, and do not count
+        if self._model.training or not self.loss_count:  # padding rows add 0, and do not count
             return loss
         return loss * (rows * self.accelerator.num_processes / self.loss_count)
 
     # Recording
 
-    def record(self, statistics: dict[str, Callable[[Moments], float]], moments: Moments) -> None:
+    def record_moments(self, statistics: dict[str, Callable[[Moments], float]], moments: Moments) -> None:
         """Records statistics, by the name of the metric, of values of all processes with these moments."""
         metrics = self.metrics
         for name, statistic in statistics.items():
@@ -303,8 +303,8 @@ class Logs:
         table = torch.tensor([list(vars(moments).values())], dtype=torch.float32, device=self.accelerator.device)
         return sum((Moments(*row) for row in self.accelerator.gather(table).tolist()), Moments())
 
-    def statistics(self, statistics: dict[str, Callable[..., float]], *values: torch.Tensor) -> None:
-        """Records statistics of tensors over all processes, without NaN. Processes may have different numbers of values."""
+    def record_later(self, statistics: dict[str, Callable[..., float]], *values: torch.Tensor) -> None:
+        """Records, at [`flush`], statistics of tensors over all processes, without NaN. Processes may have different numbers of values."""
         named = {f"{self.prefix}{name}": statistic for name, statistic in statistics.items()}
         self._waiting.append((named, [Moments.of(x) for x in values]))
 
@@ -336,7 +336,7 @@ class Logs:
 
     def mean(self, name: str, values: torch.Tensor) -> None:
         """Records the mean of values; NaN is left out."""
-        self.statistics({name: mean}, values)
+        self.record_later({name: mean}, values)
 
     def token_mean(self, name: str, total: torch.Tensor, tokens: torch.Tensor) -> None:
         """Records a mean over tokens from this process's sum and number of them."""
@@ -356,7 +356,7 @@ class Logs:
             scored (`torch.Tensor` of shape `(P, K)`): Which samples have a reward.
         """
         known = scored.any(dim=1)  # (P,)
-        self.statistics({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, effective_sample_size(log_w)[known])
+        self.record_later({f"{prefix}/ess": mean, f"{prefix}/ess_min": lowest}, effective_sample_size(log_w)[known])
         self.mean(f"{prefix}/max_weight", max_weight_share(log_w)[known])
         log_z = log_z_estimate(log_w, scored)
         self.mean(f"{prefix}/log_z", torch.where(log_z.isinf(), torch.nan, log_z))
@@ -378,16 +378,16 @@ class Logs:
             threshold (`Callable`): Gives the reward under which a sample is bad when the metrics are logged, `None` if it is not known.
         """
         for name, column in zip(names, per_func.T, strict=True):
-            self.record({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
-        self.record({"reward": mean, "reward_std": std}, Moments.of(rewards))
+            self.record_moments({f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}, Moments.of(column))
+        self.record_moments({"reward": mean, "reward_std": std}, Moments.of(rewards))
         self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
 
-    def pending(self, pending: dict[str, list[float]], rows: float) -> None:
+    def record_pending(self, values: dict[str, list[float]], rows: float) -> None:
         """Records and clears what reward functions logged for a batch of this process, of which `rows` count."""
-        for name in sorted(set(gather_object(list(pending)))):  # sorted, so that all processes gather the same one
-            values = torch.tensor(pending.get(name, []), dtype=torch.float32)
-            self.record({name: mean}, self.gathered(Moments.alike(values.nanmean().item(), rows)))
-        pending.clear()
+        for name in sorted(set(gather_object(list(values)))):  # sorted, so that all processes gather the same one
+            average = torch.tensor(values.get(name, []), dtype=torch.float32).nanmean().item()
+            self.record_moments({name: mean}, self.gathered(Moments.alike(average, rows)))
+        values.clear()
 
     def lengths(self, lengths: torch.Tensor, truncated: torch.Tensor) -> None:
         """Records lengths (tokens) of completions of this process, `(B,)`, and which were `truncated`."""
@@ -396,14 +396,14 @@ class Logs:
         for kind, counted in (("length", real), ("terminated_length", real & ~truncated)):
             statistics = {"mean": mean, "min": lowest, "max": highest}
             names = {f"completions/{name}_{kind}": statistic for name, statistic in statistics.items()}
-            self.statistics(names, lengths[counted])
+            self.record_later(names, lengths[counted])
 
     def weighing(
         self, count: float, samples: float = 0.0, of_samples: tuple[str, ...] = ()
     ) -> contextlib.AbstractContextManager[dict[str, list]]:
         """
-        Context manager that collects what TRL logs and weights it by `count` (samples or tokens over all processes), or by `samples` for
-        names that start with one of `of_samples`. It gives the collected metrics.
+        Context in which TRL's new metrics go to a separate table, which it yields. On exit they join the others as [`Pooled`] metrics of
+        `count` samples or tokens of all processes, or of `samples` if their names start with one of `of_samples`.
         """
 
         def joined(name: str, value: Any) -> tuple[str, Any]:
@@ -422,7 +422,7 @@ class Logs:
         """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns above `limit`."""
         name = f"{prefix}sampling/sampling_logp_difference"
         moments = self.gathered(Moments.of(gap))
-        self.record({f"{name}/mean": mean, f"{name}/max": highest}, moments)
+        self.record_moments({f"{name}/mean": mean, f"{name}/max": highest}, moments)
         if moments.mean > limit:
             logger.warning_once(
                 "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
@@ -437,7 +437,7 @@ class Logs:
         counted = mask if ratio.shape == mask.shape else self.are_real(len(mask)).unsqueeze(1)
         names = {"min": lowest, "mean": mean, "max": highest}
         names = {f"{prefix}sampling/importance_sampling_ratio/{name}": statistic for name, statistic in names.items()}
-        self.statistics(names, ratio[counted])
+        self.record_later(names, ratio[counted])
 
 
 class Tables:
@@ -527,11 +527,11 @@ class Tables:
         for process in range(accelerator.num_processes):
             for row, advantage in zip(rows[process].tolist(), advantages[process].tolist(), strict=True):
                 place = start + process * local + row
-                if 0 <= place < len(column):  # a batch of evaluation can be longer than what is kept, or filled up
+                if 0 <= place < len(column):  # evaluation batches may be longer than what is kept, or padded
                     column[place] = advantage
 
     def trim(self, rows: int) -> None:
-        """Removes the last rows, which only fill up a batch, from the policy's table."""
+        """Removes the last rows, which are padding, from the policy's table."""
         columns = [self.own[name] for name in ("prompt", "completion", "advantages")]
         for column in (*columns, *self.own["rewards"].values(), *self.own["extra"].values()):
             for _ in range(min(rows, len(column))):
@@ -649,7 +649,7 @@ class Watch:
             return
         self._next = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
         for finding in diagnose(state.log_history, vars(self._args)).findings:
-            early = step < PATIENCE and finding.symptom not in AT_ONCE
+            early = step < PATIENCE and finding.symptom not in AT_ONCE  # when most symptoms are common
             if finding.symptom not in self._told and not early:
                 self._told.add(finding.symptom)
                 logger.warning(str(finding))

@@ -97,26 +97,26 @@ def _check(
 
 
 _PROMPTS = 4  # P
-_COMPLETIONS = 3  # n
+_COMPLETIONS = 3  # n, at most; at least two share a row
 _TOKENS = 8  # S, of a completion
 _LONGEST = 512  # tokens of a prompt
-_ELSEWHERE = 64  # the same where the model is still on the CPU and trains elsewhere
+_LONGEST_ON_CPU = 64  # the same if the model is still on the CPU and trains elsewhere
 
 
 def first_batch(trainer: Any, policy: Any, use_cache: bool) -> tuple[torch.Tensor, ...] | None:
     """
-    The first rows of a trainer's data set, once TRL has built it, with completions that the policy draws: prompts (P, L) behind padding
-    and their mask, completions (P, n, S) and their mask, which is 0 behind an end token, on CPU.
+    The first rows of a trainer's data set, once TRL has built it: left-padded prompts (P, L) and their mask, completions (P, n, S) that the
+    policy draws and their mask, which is 0 after the end token; on the CPU. `use_cache` says whether `generate` may use a cache.
 
-    Long prompts are cut at the front. `None` where no row of a few completions is short enough for the model, where prompts do not come
-    from the data set (`environment_factory`, `rollout_func`), which may be empty, or where `generate` fails.
+    Long prompts are cut at the front. Returns `None` if the data set is empty, prompts do not come from it (`environment_factory`,
+    `rollout_func`), the model has no room for a few completions in a row, or `generate` fails.
     """
     if trainer.environment_factories is not None or trainer.rollout_func is not None:
         return None
     policy = getattr(policy, "_orig_mod", policy)  # compiled
     base, device = base_of(policy), next(policy.parameters()).device
     size, n = min(trainer.max_completion_length, _TOKENS), max(2, min(trainer.num_generations, _COMPLETIONS))
-    limit = _LONGEST if device.type == trainer.accelerator.device.type else _ELSEWHERE
+    limit = _LONGEST if device.type == trainer.accelerator.device.type else _LONGEST_ON_CPU
     longest = min(limit, longest_row(base.config.get_text_config()) - n * size)
     if longest < 1:
         return None
@@ -172,8 +172,8 @@ _NOISE = ("drop", "jitter", "noise")  # what settings of random passes have in t
 
 def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     """
-    Finds out, before a model is wrapped, how it can be sampled and scored. All processes must call it; the first one does, as with FSDP
-    it may be the only one that has the weights. With ZeRO-3 all make the same passes, in which one layer at a time is whole.
+    Finds out, before a model is wrapped, how it can be sampled and scored. A collective call: only the main process makes passes, since
+    with FSDP it may be the only one that has the weights; with ZeRO-3 all do, one whole layer at a time. Also sets `trainer._first_batch`.
 
     `name` is what the model is to the trainer: `"policy"`, `"proposal"`, or [`VALUE_MODEL`], which is not sampled from. If it is
     `quiet`, dropout is meant to be off, and two passes in training mode must agree.
@@ -302,7 +302,8 @@ def _probe_model(trainer: Any, name: str, model: nn.Module, quiet: bool, attenti
 def _why_not_shared(
     trainer: Any, name: str, model: nn.Module, quiet: bool, guard: Guard, attention: str
 ) -> str | None:
-    """What keeps completions from sharing rows, `None` if nothing does; `attention` is the implementation in training."""
+    """What keeps completions from sharing rows, `None` if nothing does; `attention` is the implementation in training. Sets
+    `trainer._first_batch` if the model is the policy."""
     base = base_of(model)
 
     def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -356,6 +357,7 @@ def _head_fits(model: nn.Module, temperature: float) -> bool:
         try:
             found = model(**inputs, labels=ids, fused_lm_head=True).log_probs
             gap = (found - expected).square().mean().sqrt()
+            # Rounding passes; NaN is reported elsewhere
             if bool(gap <= max(16 * torch.finfo(own.dtype).eps, 1e-5)) or bool(expected.isnan().any()):
                 return True
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # no head where TRL looks for it
@@ -408,11 +410,9 @@ def check_noise(model: nn.Module, name: str) -> None:
     if name == VALUE_MODEL:  # whose head is 0 at first
         module = base_of(model).base_model
     ids = _tokens(model)
-
     with undisturbed(model, training=True):
-        passes = []
-        for _ in range(2):  # not seeded, which would seed accelerators too, where a model may not be yet
-            passes.append(module(input_ids=ids, attention_mask=torch.ones_like(ids))[0])
+        # Not seeded, which would seed accelerators too, where a model may not be yet
+        passes = [module(input_ids=ids, attention_mask=torch.ones_like(ids))[0] for _ in range(2)]
     rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
     one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
     if bool((one - other).norm() <= rounding * one.norm()):

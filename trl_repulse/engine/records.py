@@ -17,8 +17,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard
 
 from .._numbers import with_unit
 from ..configs import NegativeTermConfig
-from .logs import NEGATIVES
-from .second_model import PROPOSAL_FOLDER
+from .logs import NEGATIVES, PROPOSAL_FOLDER
 
 
 logger = get_logger(__name__)

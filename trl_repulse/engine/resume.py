@@ -95,7 +95,7 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
                 f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
                 f"`resume_from_checkpoint=True` from the last in {output_dir}."
             )
-        reason = incomplete(Path(resume_from_checkpoint))
+        reason = why_incomplete(Path(resume_from_checkpoint))
         if reason is not None:
             raise ValueError(
                 f"The checkpoint {resume_from_checkpoint} is not complete ({reason}): its writing was interrupted. Resume "
@@ -105,7 +105,7 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
     found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     numbered = {int(number): path for path in found if (number := path.name.split("-", 1)[1]).isdigit()}
     for _, checkpoint in sorted(numbered.items(), reverse=True):
-        reason = incomplete(checkpoint)
+        reason = why_incomplete(checkpoint)
         if reason is None:
             return str(checkpoint)
         logger.warning("%s is not complete (%s) and is passed over.", checkpoint, reason)
@@ -150,7 +150,7 @@ def naming_a_full_disk(output_dir: str) -> Iterator[None]:
         ) from error
 
 
-def incomplete(checkpoint: Path) -> str | None:
+def why_incomplete(checkpoint: Path) -> str | None:
     """Why a checkpoint is not complete, or `None`. The trainer's state is written last, except for the random states of other processes."""
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
@@ -186,7 +186,10 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
-    """Writes the place of a process in its data and generations, between two updates. All processes must call it."""
+    """
+    Writes, to `position-RANK.json` and `.safetensors`, where this process is in its data, its buffered batches, the state of what adapts,
+    and the settings that are compared when the run is resumed. All processes must call it.
+    """
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}

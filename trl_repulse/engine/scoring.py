@@ -69,7 +69,6 @@ class Layout:
         `count` divides n, shared rows have at most `longest` tokens, and 1 is taken if sharing saves less than a
         tenth.
         """
-
         counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
         separate, *shared = (cls(prompt, width, k) for k in (1, *counts))
         best = min(shared, key=lambda layout: layout.cost(completions, hidden_size), default=separate)
@@ -206,7 +205,7 @@ class _FusedHead:
         return SimpleNamespace(weight=whole(weight), bias=bias)
 
     def forward(self, hidden_states: torch.Tensor, **options: Any) -> Any:
-        """Replaced by TRL."""
+        """`add_fused_lm_head` replaces this method."""
 
     def base_model(self, hidden_states: torch.Tensor, **options: Any) -> _trl.MoeModelOutputWithPast:
         """What the head reads, in the place of a backbone."""
@@ -326,10 +325,10 @@ def token_log_probs(
     return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, other)
 
 
-def needed_rows(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
+def score_needed(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
     """
-    Scores only the rows with `needed` (R,), and returns tensors of R rows, 0 for the others. The first row is always scored: processes
-    that share weights must all make the pass.
+    Scores only the rows with `needed` (R,), and returns tensors of R rows, 0 for the others. `score` takes tensors of rows and returns
+    tensors with as many rows. The first row is always scored: processes that share weights must all make the pass.
     """
     needed = needed.clone()
     needed[0] = True
@@ -528,7 +527,7 @@ class Scoring:
         )
         prompts = self._prompts_of(units, sets)
         length, shared = prompts[0].size(1), len(prompts[0]) == len(joined.ids)  # or a prompt for each completion
-        # Of a micro-batch, with what is drawn beside the policy's samples
+        # Completions of one pass: those of a micro-batch, with the extra ones
         size = shape.micro_batch * joined.completions // min(n for n, _ in joined.shapes)
         if not shape.whole:
             of_units = prompts if shared else None
@@ -559,10 +558,10 @@ class Scoring:
         return SetScores(by_name(log_p), entropy, aux_loss, by_name(other_log_p))
 
     def _reader(
-        self, model: nn.Module, layout: Layout, leave_out: bool, sampler: Sampler | None, gradient: bool
+        self, model: nn.Module, layout: Layout, skip_unneeded: bool, sampler: Sampler | None, gradient: bool
     ) -> Callable[..., Parts]:
         """
-        A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `leave_out`, it skips completions
+        A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `skip_unneeded`, it skips completions
         that are not needed if each has a row of its own.
         """
         aux_loss = gradient and self._aux_loss
@@ -578,9 +577,9 @@ class Scoring:
             return scores._replace(by_sampler=sampler_log_probs(model, self._accelerator, ids, mask, cut, sampler))
 
         def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *by_sampler: torch.Tensor) -> tuple:
-            if not leave_out or layout.count > 1:
+            if not skip_unneeded or layout.count > 1:
                 return log_probs(ids, mask, *by_sampler)
-            return needed_rows(log_probs, needed.squeeze(1), ids, mask, *by_sampler)
+            return score_needed(log_probs, needed.squeeze(1), ids, mask, *by_sampler)
 
         return of_rows
 
@@ -647,6 +646,7 @@ class Scoring:
             starts = [0, *(new.nonzero()[:, 0] + 1).tolist(), len(new) + 1]
             run = most = math.gcd(*(end - start for start, end in itertools.pairwise(starts)))
             if in_passes is not None:
+                # Completions whose tokens fit into a pass beside one prompt, at most twice a micro-batch
                 length = prompts[0].size(1)
                 room = (in_passes * (length + width) - length) // max(width, 1)
                 most = max(1, min(room, 2 * in_passes) // completions)
@@ -732,7 +732,7 @@ class Scoring:
         return without_padding(score, input_ids, attention_mask, *more)
 
 
-def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def sorted_by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sorts the rows of micro-batches by prompt, and cuts them into the same number of micro-batches. Values without rows stay."""
     in_rows = [name for name, x in batches[0].items() if x is not None and x.dim() > 0]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in in_rows}

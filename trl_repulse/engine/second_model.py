@@ -99,8 +99,8 @@ class SecondModel:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._accelerator = accelerator
-        self._deepspeed = zero_stage(accelerator) is not None
-        self._fsdp = accelerator.is_fsdp2
+        self._uses_deepspeed = zero_stage(accelerator) is not None
+        self._uses_fsdp = accelerator.is_fsdp2
         self._scaler: torch.amp.GradScaler | None = None
         self._step_was_skipped = False
         self._max_grad_norm = 0.0
@@ -117,8 +117,8 @@ class SecondModel:
         if self.optimizer is None:
             self._build(trainer)
             self._max_grad_norm = args.max_grad_norm
-            if self._accelerator.mixed_precision == "fp16" and not self._deepspeed:  # whose engines scale themselves
-                # Two optimizers must not share a scaler
+            # DeepSpeed's engines scale themselves. Two optimizers must not share a scaler
+            if self._accelerator.mixed_precision == "fp16" and not self._uses_deepspeed:
                 handler = self._accelerator.scaler_handler
                 kwargs = {} if handler is None else handler.to_kwargs()
                 self._scaler = torch.amp.GradScaler(self._accelerator.device.type, **kwargs)
@@ -138,9 +138,9 @@ class SecondModel:
             layers = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
             self.module.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs or None, **layers)
         optimizer = self._create_optimizer(trainer)
-        if self._deepspeed:
+        if self._uses_deepspeed:
             self.engine, self.optimizer = initialize(self.module, optimizer, self._accelerator, args.max_grad_norm)
-        elif self._fsdp:
+        elif self._uses_fsdp:
             self.engine, self.optimizer = _fsdp.prepare(self.module, optimizer, self._accelerator)
         else:
             self.engine, self.optimizer = self._accelerator.prepare_model(self.module), optimizer
@@ -158,7 +158,7 @@ class SecondModel:
     @contextlib.contextmanager
     def gradient_sync(self, sync: bool) -> Iterator[None]:
         """Context for one micro-batch's forward and backward; gradients cross processes only if `sync`."""
-        if self._deepspeed:
+        if self._uses_deepspeed:
             if self.optimizer is not None:
                 self.engine.set_gradient_accumulation_boundary(sync)
             yield
@@ -168,7 +168,7 @@ class SecondModel:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulates the gradient of a micro-batch's loss, already divided by the number of micro-batches."""
-        if self._deepspeed:
+        if self._uses_deepspeed:
             self.engine.backward(loss, scale_wrt_gas=False)
         else:
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -178,7 +178,7 @@ class SecondModel:
         Clips the accumulated gradient by norm, updates the parameters and clears the gradient. Returns the norm before clipping, not
         finite where `fp16=True` dropped a gradient that overflows, which it does independently of the trainer's own model.
         """
-        if self._deepspeed:
+        if self._uses_deepspeed:
             self.engine.step()  # clips, updates and clears
             self.optimizer.step()  # does nothing, but schedulers want to have seen it
             self._step_was_skipped = self.optimizer.step_was_skipped
@@ -211,10 +211,10 @@ class SecondModel:
     def save_pretrained(self, directory: str | Path, write: bool) -> None:
         """Writes the weights to a folder, for `from_pretrained`. All processes must call it; those with `write` write."""
         state_dict = None
-        if self._deepspeed:
+        if self._uses_deepspeed:
             state_dict = whole_state_dict(self.module, self.engine, self._accelerator)
             write = write and state_dict is not None  # with ZeRO-3 the first process alone has them
-        elif self._fsdp and self.optimizer is not None:
+        elif self._uses_fsdp and self.optimizer is not None:
             state_dict = self._accelerator.get_state_dict(self.engine)
         if write:
             self.module.save_pretrained(directory, state_dict=state_dict)
@@ -228,10 +228,11 @@ class SecondModel:
         directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
         scalars, groups = {}, []
-        if self._deepspeed:
+        if self._uses_deepspeed:
             self.engine.save_checkpoint(str(directory), exclude_frozen_parameters=is_peft_model(self.module))
-        elif write or self._fsdp:
-            state = _fsdp.optimizer_state(self.module, self.optimizer) if self._fsdp else self.optimizer.state_dict()
+        elif write or self._uses_fsdp:
+            optimizer, is_fsdp = self.optimizer, self._uses_fsdp
+            state = _fsdp.optimizer_state(self.module, optimizer) if is_fsdp else optimizer.state_dict()
             groups = state["param_groups"]
             for index, slots in state["state"].items():
                 for name, value in _flat(slots):
@@ -252,9 +253,9 @@ class SecondModel:
 
     def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
         """Restores what [`save_pretrained`] and [`save_state`] wrote to a folder; the trainer loads the weights."""
-        if self._fsdp:
+        if self._uses_fsdp:
             _fsdp.load_weights(self.module, directory)
-        elif not self._deepspeed:  # whose checkpoint has the weights as well
+        elif not self._uses_deepspeed:  # whose checkpoint has the weights as well
             trainer._load_from_checkpoint(str(directory), self.module)
         self.load_state(directory)
 
@@ -264,19 +265,19 @@ class SecondModel:
         if not (directory / _STATE).exists():
             return
         rest = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-        if self._deepspeed:
+        if self._uses_deepspeed:
             self.engine.load_checkpoint(str(directory), load_module_strict=not is_peft_model(self.module))
         else:
             slots: dict[int | str, dict] = {}
             for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
                 parameter, name = key.rsplit(".", 1)  # its name with FSDP, else its number
                 *groups, name = name.split("/")
-                slot = slots.setdefault(parameter if self._fsdp else int(parameter), {})
+                slot = slots.setdefault(parameter if self._uses_fsdp else int(parameter), {})
                 for group in groups:
                     slot = slot.setdefault(group, {})
                 slot[name] = value
             state = {"state": slots, "param_groups": rest["param_groups"]}
-            if self._fsdp:
+            if self._uses_fsdp:
                 _fsdp.load_optimizer_state(self.module, self.optimizer, state)
             else:
                 self.optimizer.load_state_dict(state)
@@ -439,7 +440,7 @@ class SecondAdapter(SecondModel):
 
     def __init__(self, module: Adapter, accelerator: Accelerator, learning_rate: float):
         super().__init__(module, accelerator, learning_rate)
-        self._deepspeed = False  # the adapter has no engine
+        self._uses_deepspeed = False  # the adapter has no engine
         self._policy_engine: nn.Module | None = None  # DeepSpeed's
         self._masters: list[torch.Tensor] | None = None
 
@@ -577,6 +578,7 @@ def load_reference(trainer: Any, checkpoint: Path) -> None:
 
 
 def _is_flat(trainer: Any) -> bool:
+    """Whether the run uses FSDP's first version, whose parameters are flat."""
     accelerator = trainer.accelerator
     return accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2
 
@@ -606,7 +608,7 @@ def build_value_model(
         if type(base).__name__.endswith("ForTokenClassification"):
             value = model
         elif is_peft_model(model) or getattr(base, "is_quantized", False):
-            value = _load(base.config.name_or_path, init_kwargs)
+            value = _load_token_classifier(base.config.name_or_path, init_kwargs)
         else:
             value = _copied(base)
     elif (saved := adapter_config(model)) is not None:
@@ -617,10 +619,10 @@ def build_value_model(
                 f"`value_model={model!r}` is the folder of an adapter that gives no values; pass that of a value model, or a "
                 "whole model."
             )
-        base = _load(saved.base_model_name_or_path, init_kwargs)
+        base = _load_token_classifier(saved.base_model_name_or_path, init_kwargs)
         value, peft_config = PeftModel.from_pretrained(base, model, is_trainable=True), None
     else:
-        value = _load(model, init_kwargs)
+        value = _load_token_classifier(model, init_kwargs)
     if value.config.num_labels != 1:
         raise ValueError(
             f"`value_model` has {value.config.num_labels} labels, but a value is one number; pass a model with one label."
@@ -640,9 +642,10 @@ def build_value_model(
     return value.train()  # activation checkpointing works in training mode alone
 
 
-def _load(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model."""
-    if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # not of a head that is new
+def _load_token_classifier(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model. `init_kwargs` are
+    arguments of `from_pretrained`."""
+    if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # a new head must not be quantized
         quantization_config = copy.deepcopy(quantization_config)
         skipped = quantization_config.llm_int8_skip_modules or []
         quantization_config.llm_int8_skip_modules = [*skipped, "score", "classifier"]

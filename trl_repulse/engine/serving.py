@@ -30,7 +30,7 @@ class WeightsChanged(TrainerCallback):
 
 @contextlib.contextmanager
 def engine_of(args: Any, model: Any, adapters: list["PeftConfig | None"]) -> Iterator[None]:
-    """Context in which TRL builds models and engine: the engine has their precision and room for adapters."""
+    """Context in which TRL builds its vLLM engine with the policy's precision and room for `adapters`."""
     if not args.use_vllm:
         yield
         return
@@ -52,7 +52,7 @@ def engine_of(args: Any, model: Any, adapters: list["PeftConfig | None"]) -> Ite
 
 
 def take_engine(trainer: Any) -> None:
-    """Lets the engine that TRL has built push weights when they changed, and serve more than one model."""
+    """Wraps TRL's vLLM engine so that it serves several models and receives weights only after they change."""
     if trainer.vllm_mode == "colocate":
         # The engine has set torch's seed, from which it samples, to the number of its group whatever `seed` is
         group = trainer.accelerator.process_index // trainer.vllm_tensor_parallel_size

@@ -76,9 +76,7 @@ class CompletionSet:
     ref_log_p: torch.Tensor | None = None  # (U, n), of completions under the reference
     coefficients: torch.Tensor | None = None  # (U, n): what the negative term multiplies log-probabilities with
     weights: torch.Tensor | None = None  # (U, n): normalized importance weights under the proposal's target
-    contrast: torch.Tensor | None = (
-        None  # (U, n) or (U, n, T): what the proposal's loss needs of all samples of a prompt
-    )
+    contrast: torch.Tensor | None = None  # (U, n) or (U, n, T): what a proposal's loss needs of a whole prompt
 
     @property
     def read(self) -> torch.Tensor:
@@ -86,7 +84,7 @@ class CompletionSet:
         return self.mask if self.attended is None else self.attended
 
 
-_KEYS = {
+_KEYS = {  # field -> key, if they differ
     "ids": "completion_ids",
     "mask": "completion_mask",
     "attended": "completion_attended",
@@ -102,6 +100,7 @@ _PREFIXES = {OWN: "", EXTRA: "proposal_"}
 
 
 def _set_of(batch: Mapping[str, Any], prefix: str) -> CompletionSet:
+    """The set of samples whose keys begin with `prefix`."""
     named = {name: batch.get(f"{prefix}{key}") for name, key in _FIELDS.items()}
     return CompletionSet(**{name: value for name, value in named.items() if value is not None})
 
@@ -317,7 +316,7 @@ class Drawing:
         return replace(samples.completion_set, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
 
     def _draw(self, rows: list[dict[str, Any]], shape: Shape, n: int) -> Samples:
-        """Draws one completion a row, in units of n neighbouring rows, and records metrics."""
+        """Draws and rewards one completion a row, in units of n neighbouring rows, and records metrics."""
         trainer, device = self._trainer, self._logs.accelerator.device
         prompts = [row["prompt"] for row in rows]
         prompt_ids, completion_ids, tool_mask, completions, log_probs, *_ = trainer._generate(prompts)
@@ -332,7 +331,7 @@ class Drawing:
             both = []
             for parts, value in ((ids, trainer._tokenizer.pad_token_id), ([torch.ones_like(row) for row in ids], 0)):
                 x = pad(parts, value, side, trainer.pad_to_multiple_of).to(device)
-                if side == "right" and shape.unit == 1:  # tokens of one prompt meet over processes
+                if side == "right" and shape.unit == 1:  # processes share a prompt: pad to one width
                     x = self._logs.accelerator.pad_across_processes(x, dim=1, pad_index=value)
                 both.append(x)
             return both[0], both[1]

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -21,7 +21,6 @@ from .._trl import is_async_callable
 from ..data._prompts import check_template_variables, render
 from ..engine.reward_functions import with_checks
 from ..generation._probe import Guard, probe_shared
-from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens, until_end
 from ..generation.transformers_generator import draw
 from ..models._adapters import in_mode
@@ -40,8 +39,8 @@ _NO_VLLM = '`engine="vllm"` needs vLLM: pip install "trl-repulse[vllm]".'
 
 
 def process_state(cpu: bool | None = None) -> PartialState:
-    """The state of this process, on CPU without an accelerator. Refuses one that takes one of several processes for
-    the only one."""
+    """The state of this process, on CPU without an accelerator. Raises `ValueError` if several processes were started, but Accelerate was
+    set up for another number."""
     cpu = not torch.accelerator.is_available() if cpu is None else cpu
     state = PartialState(cpu=cpu, timeout=timedelta(days=7))  # how long the other processes wait for the last one
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,9 +53,7 @@ def process_state(cpu: bool | None = None) -> PartialState:
 
 
 def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
-    """
-    SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first.
-    """
+    """SHA-256 of a model's weights: names, shapes and bytes, hexadecimal. `dtype` converts floating-point weights first."""
     hashed = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if dtype is not None and tensor.is_floating_point():
@@ -74,26 +71,18 @@ def hash_folder(folder: Path) -> str:
 
 def check_dtype(name: str) -> None:
     """Refuses anything but `"auto"` and floating-point types."""
-    if name != "auto" and not (
-        isinstance(found := getattr(torch, name, None), torch.dtype) and found.is_floating_point
-    ):
+    found = getattr(torch, name, None)
+    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
 
 
 def check_template_kwargs(prompts: Sequence[Prompt], chat_template_kwargs: dict[str, Any] | None) -> None:
     """Refuses variables for a chat template that prompts of plain text do not use, and reserved ones."""
-    check_template_variables(chat_template_kwargs, ("tools",))
+    check_template_variables(chat_template_kwargs, allowed=("tools",))
     if chat_template_kwargs and len(prompts) and isinstance(prompts[0], str):
         raise ValueError(
             "`chat_template_kwargs` has no effect on prompts of plain text; pass messages, or leave it out."
         )
-
-
-def prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Prompt], chat_template_kwargs: dict[str, Any] | None = None
-) -> list[list[int]]:
-    """Tokens of each prompt, as in TRL's trainers; refuses a tokenizer that adds its end token to plain text."""
-    return tokenize(tokenizer, list(prompts), chat_template_kwargs)
 
 
 def transformers_engine(
@@ -102,7 +91,6 @@ def transformers_engine(
     max_completion_length: int,
     batch_size: int,
     *,
-    temperature: float = 1.0,
     end: list[int] | None = None,
     on_drawn: Callable[[int], object] = lambda count: None,
     guard: Guard | None = None,
@@ -115,7 +103,7 @@ def transformers_engine(
             "`tokenizer.eos_token` if completions are to end."
         )
     device, guard = next(model.parameters()).device, guard or probe_shared(model)
-    settings = {"max_new_tokens": max_completion_length, "temperature": temperature, "eos_token_id": end or None}
+    settings = {"max_new_tokens": max_completion_length, "eos_token_id": end or None}
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):

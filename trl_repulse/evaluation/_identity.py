@@ -8,7 +8,6 @@ that only affects speed.
 import inspect
 import linecache
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -83,7 +82,11 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             **rendering,
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
-    return {"name": getattr(reward, "__qualname__", kind)} | _hash_code(reward)
+    named = {"name": getattr(reward, "__qualname__", kind)}
+    # Code without a file has no hash. `NotImplementedError`: weights not in memory
+    with suppress(OSError, TypeError, ValueError, NotImplementedError, RecursionError):
+        named["code"] = digest(_describe(reward, outermost=True))
+    return named
 
 
 def known_by_name_alone(identity: dict[str, Any]) -> bool:
@@ -102,17 +105,9 @@ def warn_of_names(place: Path, rewards: dict[str, dict[str, Any]]) -> None:
         )
 
 
-def _hash_code(function: Callable[..., Any]) -> dict[str, str]:
-    """`code`, a hash of a function's file and name and of the values it was made with; empty if there is no file."""
-    # `NotImplementedError`: weights not in memory
-    with suppress(OSError, TypeError, ValueError, NotImplementedError, RecursionError):
-        return {"code": digest(_describe(function, outermost=True))}
-    return {}
-
-
 def _describe(value: Any, outermost: bool = False) -> Any:
-    """A value as JSON. Only of the `outermost` object the arguments count that it was made with; of those that it
-    holds, functions, weights and rewards count, and others by their type."""
+    """A value as JSON. An `outermost` object counts with the arguments that it was made with. Of what it holds, functions, models and
+    rewards count too, and other objects by their type alone."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):

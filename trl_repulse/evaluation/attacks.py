@@ -19,9 +19,10 @@ from .._numbers import is_bad, percent
 from ..data._checks import check_prompt_lengths
 from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
+from ..generation.completions import tokenize
 from ..models._loading import load_config, load_tokenizer
-from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, prompt_tokens, render
-from .gcg.evaluator import LABELS, RefusalJudge
+from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, render
+from .gcg.evaluator import RefusalJudge
 from .records import SampleSet, write_atomically
 from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
@@ -248,7 +249,7 @@ def prepare(
         prompts, template = rows["prompt"][:], settings.chat_template_kwargs
         template = None if isinstance(prompts[0], str) else template  # it has been applied
         try:
-            ids = prompt_tokens(tokenizer, prompts, template)
+            ids = tokenize(tokenizer, prompts, template)
             check_prompt_lengths(ids, prompts, config, settings.max_completion_length)
         except ValueError as error:
             raise ValueError(f"The attack '{attack.name}' cannot be made: {error}") from error
@@ -426,8 +427,9 @@ def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int,
 
 
 def _jailbreak(index: str, behavior: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """An entry of a JailbreakBench artifact, from the attempts at a behaviour."""
     first = next((number for number, case in enumerate(cases) if case["jailbroken"]), None)
     goal = behavior["prompt"] if isinstance(behavior["prompt"], str) else behavior["prompt"][-1]["content"]
-    named = {key.lower(): behavior[key] for key in LABELS[2:] if key in behavior}
+    named = {key.lower(): behavior[key] for key in ("Behavior", "Category") if key in behavior}
     queries = {"number_of_queries": len(cases), "queries_to_jailbreak": None if first is None else first + 1}
     return {"index": int(index), "goal": goal, **named, **cases[first or 0], **queries}

@@ -22,7 +22,7 @@ from .tails import Estimate, check_share
 
 
 DRAWS = 10_000
-Draws = tuple[np.ndarray, np.ndarray]  # of the lower and of the upper confidence distribution, each (D,)
+ConfidenceDraws = tuple[np.ndarray, np.ndarray]  # from the lower and from the upper confidence distribution, each (D,)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
 
 def phase_one(
     scored: Scored, strata: np.ndarray, threshold: float, confidence: float, rng: np.random.Generator
-) -> tuple[list[Draws], np.ndarray, list[str]]:
+) -> tuple[list[ConfidenceDraws], np.ndarray, list[str]]:
     """Confidence distributions of the π_s of the bad and the near stratum; of shape (D,), what proposals may have
     missed of the bad one, where its estimate is not reliable; and the reason why it is not."""
     events = [strata == 0, strata == 1]
@@ -148,7 +148,7 @@ def phase_one(
 
 def meld(
     shares: list[float],
-    first: list[Draws],
+    first: list[ConfidenceDraws],
     missed: np.ndarray,
     counts: list[tuple[float, float]],
     confidence: float,
@@ -175,34 +175,36 @@ def meld(
     def ends(of_low: Any, of_high: Any) -> tuple[float, float]:
         return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
 
-    def parts(theta: list[np.ndarray], end: int, high: int, unseen: int | None) -> tuple[np.ndarray, ...]:
-        """Bad by the judge and truly so, and not truly so; the same of the others. `end` is that of π_bad, and `high`
-        whether the others shall be truly bad often; `unseen` is 1 if what was missed is truly bad, 0 if it is not,
-        `None` without it."""
-        p, more = first[0][end], missed * (unseen is not None)
-        near = np.where((theta[1] > theta[2]) == bool(high), first[1][1], first[1][0])
+    def parts(
+        theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool, missed_is_bad: bool | None
+    ) -> tuple[np.ndarray, ...]:
+        """Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others. `missed_is_bad` is
+        `None` without what was missed."""
+        p, more = first[0][upper_pi], missed * (missed_is_bad is not None)
+        near = np.where((theta[1] > theta[2]) == others_often_bad, first[1][1], first[1][0])
         near = np.minimum(near, np.maximum(1 - p - more, 0))
         rest = np.maximum(1 - p - more - near, 0)
         truly = near * theta[1] + rest * theta[2]
-        inside = p * theta[0] + more * (unseen or 0)
+        inside = p * theta[0] + more * (missed_is_bad or 0)
         return inside, p + more - inside, truly, near + rest - truly
 
-    def total(end: int) -> np.ndarray:
-        theta = [each[end] for each in second]
-        one, other = (parts(theta, each, end, end) for each in (end, 1 - end))
+    def total(upper: bool) -> np.ndarray:
+        """Lower or upper distribution of P(truly bad), (D,), which rises with π_bad only where θ_bad > θ_ordinary."""
+        theta = [each[upper] for each in second]
+        one, other = (parts(theta, upper_pi, upper, upper) for upper_pi in (upper, not upper))
         return np.where(theta[0] > theta[2], one[0] + one[2], other[0] + other[2])
 
-    def sensitivity(end: int) -> np.ndarray:
+    def sensitivity(upper: bool) -> np.ndarray:
         """Grows with π_bad and θ_bad, and falls as others become truly bad."""
-        theta = [second[0][end], second[1][1 - end], second[2][1 - end]]
-        inside, _, outside, _ = parts(theta, end, 1 - end, 1 if end else None)
-        return np.divide(inside, inside + outside, out=np.full(DRAWS, float(end)), where=inside + outside > 0)
+        theta = [second[0][upper], second[1][not upper], second[2][not upper]]
+        inside, _, outside, _ = parts(theta, upper, not upper, True if upper else None)
+        return np.divide(inside, inside + outside, out=np.full(DRAWS, float(upper)), where=inside + outside > 0)
 
-    def specificity(end: int) -> np.ndarray:
+    def specificity(upper: bool) -> np.ndarray:
         """Falls with π_bad and as others become truly bad, and grows with θ_bad."""
-        theta = [second[0][end], second[1][1 - end], second[2][1 - end]]
-        _, wrong, _, right = parts(theta, 1 - end, 1 - end, None if end else 0)
-        return np.divide(right, right + wrong, out=np.full(DRAWS, float(end)), where=right + wrong > 0)
+        theta = [second[0][upper], second[1][not upper], second[2][not upper]]
+        _, wrong, _, right = parts(theta, not upper, not upper, None if upper else False)
+        return np.divide(right, right + wrong, out=np.full(DRAWS, float(upper)), where=right + wrong > 0)
 
     theta = [k / m if m else 0.0 for k, m in counts]
     inside, outside = shares[0] * theta[0], shares[1] * theta[1] + shares[2] * theta[2]
@@ -210,10 +212,10 @@ def meld(
     right = min(max((1 - shares[0] - outside) / good, 0.0), 1.0) if good > 0 else math.nan
     products = first[0][0] * second[0][0], np.minimum(first[0][1] * second[0][1] + missed, 1)
     triples = [
-        (truly, *ends(total(0), total(1))),
+        (truly, *ends(total(False), total(True))),
         (inside, *ends(*products)),
-        (inside / truly if truly else math.nan, *ends(sensitivity(0), sensitivity(1))),
-        (right, *ends(specificity(0), specificity(1))),
+        (inside / truly if truly else math.nan, *ends(sensitivity(False), sensitivity(True))),
+        (right, *ends(specificity(False), specificity(True))),
     ]
     above = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]
     unseen = [
@@ -223,7 +225,7 @@ def meld(
     return triples, unseen
 
 
-def binomial_draws(k: float, m: float, rng: np.random.Generator) -> Draws:
+def binomial_draws(k: float, m: float, rng: np.random.Generator) -> ConfidenceDraws:
     """Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are
     the ends of Clopper and Pearson's interval (1934). Counts need not be whole."""
     low = rng.beta(k, m - k + 1, DRAWS) if k > 0 else np.zeros(DRAWS)

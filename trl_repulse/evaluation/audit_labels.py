@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from .._numbers import is_bad
-from .records import SampleSet, load_samples, readable
+from .records import SampleSet, load_samples, readable, write_atomically
 
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ class Labels:
 
 def read_scored(path: str | Path, column: str = "reward") -> Scored:
     """
-    Completions that `trl-repulse evaluate` (a folder) or `trl-repulse rare-events --samples` (a file) has stored.
+    Completions that `evaluate` (a folder), Inspect (an .eval log) or `rare-events --samples` (a Parquet file) has stored. `column` has the
+    scores; a Parquet file has `reward` alone.
 
     Raises:
         `ValueError`: If they cannot be read, or have no such column of finite numbers.
@@ -95,8 +98,6 @@ def read_scored(path: str | Path, column: str = "reward") -> Scored:
     path = Path(path).expanduser()
     if not path.is_file() or path.suffix == ".eval":
         return scored_samples(load_samples(path), column)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     import torch
 
     from .rare.mixture import MixtureSample
@@ -131,11 +132,6 @@ def scored_draws(prompts: list[Any], sample: "MixtureSample", texts: list[list[s
 
 def write_scored(path: Path, scored: Scored) -> None:
     """Writes completions of a mixture to a Parquet file, for [`read_scored`]."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from .records import write_atomically
-
     assert scored.mixture is not None
     density = scored.mixture.log_density.double().flatten(0, 1).tolist()
     columns = {"prompt": scored.prompts, "completion": scored.completions, "reward": scored.scores.ravel()}
@@ -326,6 +322,7 @@ def _lines(text: str) -> str:
 
 
 def _numbers(where: str, row: dict[str, str]) -> tuple[int, int, tuple[float, float]]:
+    """Index and times of a row, and the two scores that end its strata."""
     try:
         return int(row["index"]), int(row["times"]), (float(row["threshold"]), float(row["near_up_to"]))
     except (TypeError, ValueError):

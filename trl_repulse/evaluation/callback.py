@@ -25,8 +25,9 @@ from ..data._texts import completion_texts
 from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
 from ..generation._probe import probe
+from ..generation.completions import tokenize
 from ..rewards.functions import FunctionReward
-from ._generation import Prompt, as_function, evaluate_rewards, prompt_tokens, transformers_engine
+from ._generation import Prompt, as_function, evaluate_rewards, transformers_engine
 from .records import readable
 from .report import estimates
 from .tails import Estimate, check_sizes
@@ -149,7 +150,7 @@ def prepare_prompts(
     dataset = as_dataset(prompts)
     check_columns(trainer, dataset.column_names)
     rows = dataset["prompt"][:]
-    ids = prompt_tokens(trainer.processing_class, rows, trainer.chat_template_kwargs)
+    ids = tokenize(trainer.processing_class, rows, trainer.chat_template_kwargs)
     check_prompt_lengths(ids, rows, trainer.model.config, trainer.max_completion_length)
     return dataset, ids
 

@@ -144,6 +144,7 @@ def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) 
 def _compare(
     one: SampleSet, other: SampleSet, prompts: int, thresholds: Sequence[float], confidence: float
 ) -> Comparison:
+    """Differences of `other` from `one`, of their first prompts."""
     first, second = _columns(one, other, thresholds), _columns(other, one, thresholds)
     names = [name for name in first if name in second]
     strict = 1 - (1 - confidence) / len(names)

@@ -46,10 +46,11 @@ from transformers import GenerationConfig
 
 from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
+from ..generation.completions import tokenize
 from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
+from ._generation import as_function, evaluate_rewards, process_state
 from .records import SampleSet, digest, finite_json
 
 
@@ -68,18 +69,15 @@ def _rewards(scores: list[SampleScore]) -> np.ndarray:
     return np.array(list(rows.values()))
 
 
-def _values(name: str, estimate: tails.Estimate) -> dict[str, float]:
-    """Metrics of an estimate: `name`, and `name_low` and `name_high` where the end of the interval is finite."""
-    ends = {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-    return {name: estimate.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
-
-
 def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metric:
-    """A metric of an estimate; refuses its arguments before anything is drawn."""
+    """A metric of an estimate: `name`, and `name_low` and `name_high` if the end of the interval is finite. Refuses the estimate's arguments
+    before anything is drawn."""
     estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:
-        return _values(name, estimate(_rewards(scores)))
+        found = estimate(_rewards(scores))
+        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
+        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
 
     return compute
 
@@ -153,7 +151,7 @@ def as_trained() -> Solver:
             return state
         text = api.hf_chat(state.messages, [])
         given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
-        (own,) = prompt_tokens(tokenizer, [_prompt(state)])
+        (own,) = tokenize(tokenizer, [_prompt(state)])
         length = get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
         check_prompt_lengths([own], [_prompt(state)], api.model.config, length)
         if list(given) != list(own):
@@ -269,10 +267,8 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
 def write_answers(
     path: str | Path, rows: list[dict[str, dict[str, Any]]], metrics: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """
-    Writes a log as [`write_inspect_log`] of answers by name, one or several a row. An answer has `prompt`, a text or messages, `completion`
-    and `reward`; the rest is metadata. `metrics` are those of each name.
-    """
+    """Writes a log as [`write_inspect_log`] of answers by name, one or several a row. An answer has `prompt`, a text or messages, `completion`
+    and `reward`; the rest is metadata. `metrics` are those of each name."""
     rows = sorted(rows, key=lambda row: min(each["reward"] for each in row.values()))
     model, now = " and ".join(metrics), datetime.now(UTC).isoformat(timespec="seconds")
     columns = [TaskSamplesColumn(id=name) for name in ("sampleId", "input", "answer")]

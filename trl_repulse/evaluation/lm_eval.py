@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 
 from ..data._checks import check_prompt_lengths
 from ..data.loading import load_prompts
+from ..generation.completions import tokenize
 from ..rewards.loading import load_reward
 from . import tails
-from ._generation import as_function, evaluate_rewards, process_state, prompt_tokens
+from ._generation import as_function, evaluate_rewards, process_state
 from .records import digest
 
 
@@ -67,7 +68,7 @@ class TailTask(ConfigurableTask):
         """Makes requests put the model's own generation defaults aside. Refuses prompts that the model would not read as in training."""
         prompts = [request.doc["prompt"] for request in self.instances]
         texts, length = [request.args[0] for request in self.instances], self.config.generation_kwargs["max_gen_toks"]
-        tokens = prompt_tokens(lm.tokenizer, prompts)
+        tokens = tokenize(lm.tokenizer, prompts)
         for text, own in zip(texts, tokens, strict=True):
             (given,) = lm.tok_batch_encode([text])[0].tolist()
             if given != own:
@@ -115,7 +116,8 @@ def tail_task(
     """
     The held-out evaluation of `trl-repulse evaluate` as a task of the harness.
 
-    Its metrics are `prob_bad`, P(reward < `threshold`), `cvar`, and the ends of their 95 % intervals.
+    Its metrics are `prob_bad`, P(reward < `threshold`), `cvar`, the mean of the lowest share `level` of the rewards, and the ends of their
+    95 % intervals.
 
     Args:
         prompts (`str`):
@@ -140,7 +142,8 @@ def tail_task(
     >>> lm_eval.simple_evaluate("hf", {"pretrained": "out"}, tasks=[task])["results"]
     ```
     """
-    name = f"trl_repulse_tail_{Path(prompts).stem}_{digest(list(locals().items()))[:8]}"
+    arguments = list(locals().items())  # before any other name is set
+    name = f"trl_repulse_tail_{Path(prompts).stem}_{digest(arguments)[:8]}"
     dataset: Any = load_prompts(prompts, split, column=prompt_column)
     for number, prompt in enumerate(dataset["prompt"]):
         if not isinstance(prompt, str) and [each["role"] for each in prompt] != ["user"]:
@@ -175,7 +178,7 @@ def tail_task(
             "filter_list": [
                 {"name": "reward", "filter": [{"function": "custom", "filter_fn": partial(rewarded, reward)}]}
             ],
-            "process_results": lambda doc, results: dict.fromkeys(metrics, results[0]),
+            "process_results": lambda doc, results: dict.fromkeys(metrics, results[0]),  # the prompt's rewards
             "metric_list": [
                 {"metric": name, "aggregation": aggregation, "higher_is_better": name.startswith("cvar")}
                 for name, aggregation in metrics.items()

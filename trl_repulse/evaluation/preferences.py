@@ -127,9 +127,7 @@ def unpaired_rows(
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """
-    Writes rows to a `.jsonl` or `.parquet` file, atomically. Raises `ValueError` if parquet would change messages.
-    """
+    """Writes rows to a `.jsonl` or `.parquet` file, atomically. Raises `ValueError` if parquet would change messages."""
     if path.suffix == ".parquet":
         try:
             table = pa.Table.from_pylist(list(rows))

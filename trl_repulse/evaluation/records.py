@@ -58,9 +58,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_report(path: Path | None, content: dict[str, Any]) -> None:
-    """
-    Writes JSON as [`write_json`], with its folder, unless the path is `None`; unknown values become text, and numbers not finite `None`.
-    """
+    """Writes JSON as [`write_json`], with its folder, unless the path is `None`; unknown values become text, and numbers not finite `None`."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,6 +144,7 @@ def remedy(name: str) -> str:
 
 
 def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    """Values of nested dictionaries with their dotted names."""
     if isinstance(value, dict) and value:
         return [pair for key, item in value.items() for pair in _flat(item, f"{name}.{key}" if name else str(key))]
     return [(name, value)]

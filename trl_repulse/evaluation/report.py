@@ -46,9 +46,7 @@ class TailReport:
         """The population that the intervals are for."""
         if self.seeds == 1:
             return "this model and these prompts"
-        return "other seeds and " + (
-            "other prompts" if _speak_for_others(self.seeds, self.prompts) else "these prompts"
-        )
+        return f"other seeds and {'other' if _speak_for_others(self.seeds, self.prompts) else 'these'} prompts"
 
     @property
     def one_sided(self) -> list[str]:
@@ -62,7 +60,6 @@ class TailReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes, `scope` and `one_sided` as a JSON value; infinite ends of intervals become `None`."""
-
         return finite_json(asdict(self) | {"scope": self.scope, "one_sided": self.one_sided})
 
     def to_markdown(self, per_prompt: bool = False) -> str:

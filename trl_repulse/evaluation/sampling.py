@@ -24,7 +24,8 @@ from ..configs._checks import check_choices, require, require_at_least, require_
 from ..data._checks import as_dataset, check_prompt_lengths
 from ..data._prompts import check_template_variables, dated, render, warn_of_template
 from ..data._texts import completion_texts
-from ..generation._probe import probe_shared
+from ..generation._probe import Guard, probe_shared
+from ..generation.completions import tokenize
 from ..models._loading import check_reference, load_model, load_tokenizer
 from ..models._model_checks import check_causal
 from . import records
@@ -37,7 +38,6 @@ from ._generation import (
     end_tokens,
     evaluate_rewards,
     process_state,
-    prompt_tokens,
     transformers_engine,
     vllm_engine,
     vllm_version,
@@ -103,10 +103,8 @@ class SamplingSettings:
 def check_early(
     folder: Path, settings: SamplingSettings, rewards: int, engine_kwargs: dict[str, Any] | None = None
 ) -> None:
-    """
-    Checks arguments before any model is loaded: the folder holds nothing else, each reward has a weight, and no engine
-    argument is one that sampling sets itself. Raises `ValueError` otherwise.
-    """
+    """Checks arguments before any model is loaded: the folder holds nothing else, each reward has a weight, and no engine
+    argument is one that sampling sets itself. Raises `ValueError` otherwise."""
     records.check_folder(folder)
     if settings.reward_weights is not None and len(settings.reward_weights) != rewards:
         raise ValueError(f"`reward_weights` has {len(settings.reward_weights)} weights for {rewards} rewards.")
@@ -161,8 +159,7 @@ def sample_completions(
         progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Raises:
-        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments
-        contradict
+        `ValueError`: If prompts are empty, too long or without a chat template, a reward is not finite, arguments contradict
             each other, the folder holds something else, or a model is not causal.
 
     Example:
@@ -182,7 +179,7 @@ def sample_completions(
     name = model if isinstance(model, str) else model.config._name_or_path
     tokenizer = tokenizer or load_tokenizer(name, "model", revision=settings.revision, **code)
     rows = dataset["prompt"][:]
-    prompt_ids = prompt_tokens(tokenizer, rows, settings.chat_template_kwargs)  # fails without a chat template
+    prompt_ids = tokenize(tokenizer, rows, settings.chat_template_kwargs)  # fails without a chat template
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -290,14 +287,26 @@ def _shard_seed(settings: SamplingSettings, number: int, weights: str) -> int:
 
 
 def _shard_table(
-    dataset, tokenizer, model, reference, settings, functions, places, prompt_ids, completion_ids, guards
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    settings: SamplingSettings,
+    functions: dict[str, tuple[Callable[..., Any], Any]],
+    places: list[tuple[int, int]],
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    guards: list[Guard],
 ) -> pa.Table:
-    """The rows of one shard."""
+    """The table of one shard of B completions, which it rewards and scores. `functions` are as [`_functions`] returns them, `places` pairs of
+    prompt and sample, and `guards` those of the model and the reference."""
     chosen = dataset[[prompt for prompt, _ in places]]
     prompts = chosen.pop("prompt")
     texts = completion_texts(tokenizer, prompts, prompt_ids, completion_ids)
-    end = set(end_tokens(model, tokenizer))
-    log_prob, entropy = completion_log_probs(model, prompt_ids, completion_ids, settings.batch_size, guard=guards[0])
+    template, end = settings.chat_template_kwargs, end_tokens(model, tokenizer)
+    as_read = [each if isinstance(each, str) else render(tokenizer, each, "A prompt", template) for each in prompts]
+    drawn = prompt_ids, completion_ids, settings.batch_size
+    log_prob, entropy = completion_log_probs(model, *drawn, guard=guards[0])
     rewards = evaluate_rewards(
         {name: function for name, (function, _) in functions.items()},
         *(prompts, texts, completion_ids, chosen, settings.batch_size),
@@ -312,15 +321,7 @@ def _shard_table(
     columns: dict[str, Any] = {
         "prompt_index": pa.array([prompt for prompt, _ in places], pa.int32()),
         "sample_index": pa.array([sample for _, sample in places], pa.int32()),
-        "prompt": pa.array(
-            [
-                prompt
-                if isinstance(prompt, str)
-                else render(tokenizer, prompt, "A prompt", settings.chat_template_kwargs)
-                for prompt in prompts
-            ],
-            pa.string(),
-        ),
+        "prompt": pa.array(as_read, pa.string()),
         "prompt_ids": pa.array(prompt_ids, pa.list_(pa.int32())),
         "completion": pa.array(texts, pa.string()),
         "completion_ids": pa.array(completion_ids, pa.list_(pa.int32())),
@@ -334,9 +335,7 @@ def _shard_table(
         columns["messages"] = pa.array([json.dumps(prompt, ensure_ascii=False) for prompt in prompts], pa.string())
     kl = torch.zeros_like(reward)
     if reference is not None:
-        log_prob_reference, _ = completion_log_probs(
-            reference, prompt_ids, completion_ids, settings.batch_size, guard=guards[1]
-        )
+        log_prob_reference, _ = completion_log_probs(reference, *drawn, guard=guards[1])
         kl = log_prob - log_prob_reference
         columns |= {"log_prob_reference": _numbers(log_prob_reference), "kl": _numbers(kl)}
     penalty = settings.beta * kl if settings.beta else torch.zeros_like(kl)  # 0 times an infinite KL would be NaN

@@ -210,6 +210,7 @@ def clopper_pearson(successes: float, failures: float, confidence: float) -> tup
 
 
 def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:
+    """Rewards as float64 (P, N). Raises `ValueError` if they, or the coverage, are out of range."""
     rewards = np.asarray(rewards, dtype=np.float64)
     if rewards.ndim != 2 or rewards.size == 0:
         raise ValueError(f"`rewards` has shape {rewards.shape}; give one row a prompt and at least one sample each.")

@@ -16,7 +16,7 @@ from .report import text_table
 class TrackingCallback(TrainerCallback):
     """
     Counts the cost of one call of `trainer.train()`: updates, completions drawn, seconds. A resumed run counts from
-    its checkpoint.
+    its checkpoint. `trainer` is the trainer to follow.
 
     Attributes:
         samples (`int`): Completions drawn so far for training, from policy and proposal, by all processes.
@@ -31,10 +31,9 @@ class TrackingCallback(TrainerCallback):
         self.trainer = trainer
         self.updates = 0
         self.history: list[dict[str, Any]] = []
-        self._proposal = trainer.proposal if isinstance(trainer.args, NegativeTermConfig) else None
         self._micro_batches = 0
         self._seconds = 0.0
-        self._since: float | None = None
+        self._since: float | None = None  # start of the current stretch; `None` while paused
 
     @property
     def samples(self) -> int:
@@ -82,9 +81,9 @@ def write_results(
     metrics: dict[str, Any] | None = None,
 ) -> None:
     """
-    Writes a finished run as JSON, with its folder.
+    Writes the results of a finished run as JSON, and makes the folder if needed.
 
-    The keys are `method`, `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (the policy's
+    The keys are `method` (the trainer's name), `seed`, `samples` (completions drawn), `policy_updates`, `initial` and `final` (the policy's
     `expected_reward`, `log_prob_bad` in nats and `kl` in nats per completion, as far as they are tracked), `seconds`,
     `metrics` (the last that were logged), `history` and `settings`, without those that are `None`. Without exact evaluation,
     `initial` and `final` are missing and `history` is empty. Numbers that are not finite are written as `None`.

@@ -19,12 +19,7 @@ from transformers.utils import logging
 
 from ..models._adapters import base_of, undisturbed
 from ..models._model_checks import vocab_size
-from .drawing import (
-    logits_after_prompts,
-    padded_outputs,
-    prompts_read_once,
-    without_generation_defaults,
-)
+from .drawing import logits_after_prompts, padded_outputs, prompts_read_once, without_generation_defaults
 
 
 logger = logging.get_logger(__name__)

@@ -176,6 +176,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _room(self, states: torch.Tensor, held: torch.Tensor, end: int) -> torch.Tensor:
+        """Keys or values with room for `end` tokens and [`_ROOM`] more, of which the `held` ones are copied."""
         dtype = torch.promote_types(states.dtype, held.dtype)
         room = states.new_empty(*states.shape[:-2], end + _ROOM, states.size(-1), dtype=dtype)
         if self.get_seq_length():

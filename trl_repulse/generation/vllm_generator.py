@@ -19,7 +19,9 @@ from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._trl import VLLMGeneration
 from ..data._prompts import check_conversations
+from . import _engine
 from .completions import Completion, check_one_family, group_completions, tokenize
 from .drawing import POLICY, Sampler, end_tokens
 
@@ -27,15 +29,13 @@ from .drawing import POLICY, Sampler, end_tokens
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from .._trl import VLLMGeneration
-
 
 @dataclass
 class _Served:
     """A model, the engine that samples from it, the adapter of a PEFT model, and whether that is pushed as it is."""
 
     model: "PreTrainedModel | PeftModel"
-    engine: "VLLMGeneration"
+    engine: VLLMGeneration
     adapter: str | None
     separate: bool
     version: int = 0
@@ -92,24 +92,22 @@ class VLLMGenerator:
         models: "dict[str, PreTrainedModel | PeftModel]",
         tokenizer: PreTrainedTokenizerBase,
         accelerator: Accelerator | None = None,
-        engine: "VLLMGeneration | None" = None,
+        engine: VLLMGeneration | None = None,
         sleep_level: Literal[1, 2] | None = None,
         **options: Any,
     ):
-        from ._engine import EngineView, check_vllm, takes_adapters
-
         _check_loaded(models)
         check_one_family(models)
         if engine is None:
-            check_vllm()
+            _engine.check_vllm()
             engine = _build_engine(models, tokenizer, accelerator or Accelerator(), options)
         self.tokenizer = tokenizer
         self.pushes: Counter[str] = Counter()
         self.log_probs: list[list[float]] = []
         self._engine = engine
-        self._lora = engine.mode == "colocate" and takes_adapters(engine)
+        self._lora = engine.mode == "colocate" and _engine.takes_adapters(engine)
         if engine.mode == "colocate":
-            engine.llm = EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
+            engine.llm = _engine.EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
         # vLLM itself knows only the end tokens that were saved with the model it is built from
         first, given = next(iter(models.values())), dict(engine.generation_kwargs or {})
         size = first.config.get_text_config().vocab_size
@@ -144,18 +142,16 @@ class VLLMGenerator:
             `ValueError`: If the name is taken, the model differs from the others in architecture or vocabulary, or has an
                 adapter that can neither be pushed nor merged, or that transformers loaded.
         """
-        from ._engine import check_adapter, check_tied, goes_separately
-
         if name in self._served:
             raise ValueError(f"There is a model {name!r} already; give the new one another name.")
         _check_loaded({name: model})
         check_one_family({**{key: served.model for key, served in self._served.items()}, name: model})
         adapter = adapter or model.active_adapter if is_peft_model(model) else None
         if adapter is not None:
-            check_adapter(model.peft_config[adapter])
-        separate = adapter is not None and self._lora and goes_separately(model, adapter)
+            _engine.check_adapter(model.peft_config[adapter])
+        separate = adapter is not None and self._lora and _engine.goes_separately(model, adapter)
         if adapter is not None and not separate:
-            check_tied(model, adapter)
+            _engine.check_tied(model, adapter)
         engine = self._engine
         if server:
             engine = copy.copy(engine)
@@ -217,19 +213,17 @@ class VLLMGenerator:
 
     def sync_weights(self) -> None:
         """Pushes the weights of the model that is sampled from, unless the engine holds them as they are."""
-        from ._engine import push_weights, wake_weights
-
         served = self._served[self._current]
         engine, model = served.engine, served.model
         if engine.mode == "colocate":
-            wake_weights(engine)
+            _engine.wake_weights(engine)
         wanted = (self._current, served.version)
         if served.separate:
             wanted = ("base", id(model.get_base_model()))
         if self._resident.get(id(engine)) != wanted:
             self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
             engine._weight_metadata = served.metadata  # TRL keeps the first model's
-            push_weights(engine, model, None if served.separate else served.adapter)
+            _engine.push_weights(engine, model, None if served.separate else served.adapter)
             served.metadata = engine._weight_metadata
             self._resident[id(engine)] = wanted
             self.pushes[wanted[0]] += 1
@@ -312,14 +306,12 @@ class VLLMGenerator:
             `KeyError`: If there is no such model.
             `ValueError`: If a prompt and the longest completion do not fit into an engine in this process.
         """
-        from ._engine import context_length
-
         check_conversations(prompts, "`prompts`")
         rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
         engine = self._served[model].engine
         if engine.mode == "colocate":
             longest, length = max(map(len, rows), default=0), engine.generation_kwargs.get("max_tokens")
-            length, size = length or engine.max_completion_length, context_length(engine)
+            length, size = length or engine.max_completion_length, _engine.context_length(engine)
             if longest + length > size:  # it would be cut short without a word
                 raise ValueError(
                     f"A prompt of {longest} tokens and `max_completion_length={length}` do not fit into the engine's "
@@ -336,13 +328,11 @@ class VLLMGenerator:
             return None
         from vllm.lora.request import LoRARequest
 
-        from ._engine import write_adapter
-
         if served.pushed is None or served.pushed[0] != served.version:
             before = served.pushed
             number = next(self._requests)
             folder = self._folder / str(number)
-            write_adapter(served.engine, served.model, served.adapter, folder)
+            _engine.write_adapter(served.engine, served.model, served.adapter, folder)
             served.pushed = (served.version, LoRARequest(f"{name}-{served.version}", number, str(folder)))
             self.pushes[name] += 1
             if before is not None:
@@ -388,15 +378,12 @@ def _build_engine(
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
     options: dict[str, Any],
-) -> "VLLMGeneration":
-    from .._trl import VLLMGeneration
-    from ._engine import engine_options
-
+) -> VLLMGeneration:
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
     first = next(iter(models.values()))
     # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by
     seed, states = torch.initial_seed(), (random.getstate(), np.random.get_state())
-    with engine_options(str(first.dtype).removeprefix("torch."), adapters, prefix=""):
+    with _engine.engine_options(str(first.dtype).removeprefix("torch."), adapters, prefix=""):
         engine = VLLMGeneration(first, accelerator, tokenizer, **options)
     random.setstate(states[0])
     np.random.set_state(states[1])

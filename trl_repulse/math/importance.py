@@ -315,9 +315,7 @@ def deviations_of(rewards: torch.Tensor, middle: float, spread: float) -> torch.
 
 
 class TokenEffects:
-    """
-    Effect of each of V tokens on the reward of completions that have it: the mean deviation of their rewards, shrunk towards 0.
-    """
+    """Effect of each of V tokens on the reward of completions that have it: the mean deviation of their rewards, shrunk towards 0."""
 
     def __init__(self, vocabulary: int):
         # Completions that have the token, and the sum of their rewards' deviations

@@ -13,8 +13,10 @@ logger = get_logger(__name__)
 
 _SINGLE = 0.25  # nats by which one bad sample may move the logarithm of the multiplier, if an update has less than one
 _FORGETTING = 0.05  # share of the latest estimate of P(bad) in the average, which only scales the steps
-# Relative to the first value: added to the multiplier before its logarithm moves, so that it recovers soon; its limits; a warning
-_SHIFT, _LEAST, _MOST, _FAR = 0.1, 1e-6, 1e6, 1e3
+# Relative to the multiplier's first value
+_SHIFT = 0.1  # added to it before its logarithm moves, so that it recovers soon
+_LEAST, _MOST = 1e-6, 1e6  # its limits
+_FAR = 1e3  # there is a warning above it
 
 
 class Constraint:
@@ -56,7 +58,7 @@ class Constraint:
         logs.value("constraint/multiplier", self.multiplier)
         if not seen.count:  # generations that were used before
             return
-        logs.record({"constraint/p_bad": mean}, seen)
+        logs.record_moments({"constraint/p_bad": mean}, seen)
         before = seen.mean if self._average is None else self._average
         self._average = before + _FORGETTING * (seen.mean - before)
         limit, rate = args.max_bad_probability, args.constraint_learning_rate

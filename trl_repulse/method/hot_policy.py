@@ -28,6 +28,7 @@ from ..math.importance import (
     sequence_log_prob,
 )
 from ..math.objective import is_below
+from ..models._model_checks import vocab_size
 from .negative_term import ExtraSamplesTerm, Services, Weights
 
 
@@ -36,8 +37,9 @@ logger = get_logger(__name__)
 TEMPERATURES = (1.3, 1.6, 2.0)
 _KEPT = 0.98  # share of the counts that the next generation batch keeps
 _REWARDS, _FINDS = 1024, 200  # latest rewards and finds that are kept
-# Samples that are used, but no more than this share of a run's, and at least the last
-_SAMPLES, _SHARE, _LEAST = 500, 0.1, 50
+_SAMPLES = 500  # that measure the threshold
+_SHARE = 0.1  # the most that they may be of a run's samples
+_LEAST = 50  # the fewest that measure it
 _MOST_BAD = 0.1  # largest share of the samples that may be under a threshold
 
 
@@ -71,17 +73,19 @@ class HotPolicy(ExtraSamplesTerm):
         return Source(self.choice.sampler)
 
     def after_drawing(self, units: Units, shape: Shape) -> Units:
+        """Updates threshold and counts, and drops the engine's log-probabilities of samples that are not scored."""
         own, extra = units.own, units.extra_samples
         if shape.training:
             if self.measured is not None:
                 self.measured.observe(own.rewards)
             self.choice.observe(own, extra, self.bad_reward_threshold)
-        if extra.engine_log_p is not None:  # samples that are not scored are not compared
+        if extra.engine_log_p is not None:
             compared = extra.engine_log_p.masked_fill(~self._may_be_bad(extra.rewards).unsqueeze(2), torch.nan)
             return units.with_extra(engine_log_p=compared)
         return units
 
     def _may_be_bad(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Samples under the threshold (none if it is unknown), and samples without a reward."""
         threshold = self.bad_reward_threshold
         return is_below(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
 
@@ -134,6 +138,7 @@ class HotPolicy(ExtraSamplesTerm):
             self.choice.keep_finds(log_p, log_q, log_w - log_potential.nan_to_num(neginf=0.0))
         self.log_extra_samples(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
         scored, has_bad = ~log_potential.isnan(), (log_w > -torch.inf).any(dim=1)
+        # P(bad) of a prompt: the mean of p / m over its samples with a reward, of which bad ones alone count
         p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
         p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
         if self.bad_reward_threshold is not None:
@@ -173,8 +178,7 @@ class SamplerChoice:
     def __init__(self, services: Services, temperature: float | None):
         self._services, self._temperature = services, temperature
         self._tilts = temperature is None and services.takes_bias
-        policy: Any = services.model
-        self._vocabulary = policy.config.get_text_config().vocab_size
+        self._vocabulary = vocab_size(services.model)
         self.effects = TokenEffects(self._vocabulary)
         self._rewards: deque[float] = deque(maxlen=_REWARDS)
         self._finds: deque[list[float]] = deque(maxlen=_FINDS)  # weight, and p / m by what drew at that time
@@ -184,6 +188,7 @@ class SamplerChoice:
             self.samplers = [POLICY, *map(Sampler, TEMPERATURES), *[POLICY] * (len(TILTS) if self._tilts else 0)]
         else:
             self.samplers = [Sampler(temperature)]
+        self._tilt_of = [0.0] * (1 + len(TEMPERATURES)) + [*TILTS]  # by sampler
         self.counts = np.zeros((2, len(self.samplers)))  # bad and other samples of each
         self.index = 0
 
@@ -206,9 +211,10 @@ class SamplerChoice:
         if (gain := self.gain()) is not None:
             self._services.logs.value("proposal/gain", gain)
         if self._tilts:
-            self._services.logs.value("proposal/tilt", ([0.0] * (1 + len(TEMPERATURES)) + [*TILTS])[self.index])
+            self._services.logs.value("proposal/tilt", self._tilt_of[self.index])
 
     def _raise_tokens(self) -> None:
+        """Replaces the tilted samplers by ones with the biases that were learned so far."""
         if self._tilts:
             biases = self.effects.biases()
             device = self._services.accelerator.device
@@ -259,7 +265,7 @@ class SamplerChoice:
         sampler, and `log_w` (P, N + K) log-weights, −inf of samples that are not bad.
         """
         is_find = log_w > -torch.inf
-        ratio = 2 * torch.sigmoid(log_p[is_find] - log_q[is_find])  # p / m
+        ratio = 2 * torch.sigmoid(log_p[is_find] - log_q[is_find])  # p / m, where m = (p + q) / 2
         self._new += torch.stack([log_w[is_find].exp(), ratio], dim=1).tolist()
 
     def state(self) -> dict[str, Any]:
@@ -309,7 +315,7 @@ class MeasuredThreshold:
         if self.value is None:
             args, accelerator = self._services.args, self._services.accelerator
             batch = args.per_device_train_batch_size * accelerator.num_processes
-            # In the run
+            # Samples that the whole run draws
             max_steps = self._services.state().max_steps
             drawn = batch * max_steps * args.gradient_accumulation_steps // args.num_iterations
             if not self._has_begun and drawn < _LEAST:
@@ -327,6 +333,7 @@ class MeasuredThreshold:
             self._services.logs.value("negative/bad_reward_threshold", self.value)
 
     def _measure(self) -> None:
+        """Sets the threshold from the rewards so far, and says so. Raises a `ValueError` if it would make too many of them bad."""
         rewards = np.array(self._rewards)
         value = bad_threshold_for(rewards)
         share = float(is_bad(rewards, value).mean())

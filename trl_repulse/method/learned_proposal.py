@@ -89,9 +89,11 @@ class LearnedProposal(ExtraSamplesTerm):
         return super().score(units, scores, shape)
 
     def score_early(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
+        """As [`ExtraSamplesTerm.score_early`], under the proposal."""
         return replace(scores, proposal=self._log_q(units, shape, gradient=False))
 
     def _log_q(self, units: Units, shape: Shape, gradient: bool) -> torch.Tensor:
+        """Log-probabilities (nats) of the extra samples under the proposal as it is now, `(U, m, T)`."""
         # Without gradient the bare model serves; wrappers are for passes that carry one
         model = self.proposal.engine if gradient else self.proposal.module
         return self.services.scoring.score(model, units, shape, Wanted((EXTRA,)), gradient=gradient).log_p[EXTRA]
@@ -117,6 +119,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return Weights(None, coefficients, services.by_unit(normalize_weights(log_w), extra.rewards), log_w)
 
     def _log_weights_of_extra(self, extra: CompletionSet, scores: SetScores, shape: Shape) -> torch.Tensor:
+        """Log-weights of the extra samples under the target, `(P, K)`. A collective call where prompts are cut apart."""
         by_unit = scores.of(EXTRA, extra), self.drawn_log_p(extra, scores), extra.mask
         log_p, log_q, mask = (self.services.by_prompt(x, shape.extra) for x in by_unit)
         log_potential = self.services.by_prompt(self.log_potential(extra.rewards), shape.extra)
@@ -146,6 +149,7 @@ class LearnedProposal(ExtraSamplesTerm):
     # Learn
 
     def _learns_from(self, shape: Shape) -> bool:
+        """Whether the proposal learns in the policy's pass."""
         return shape.training and self._updates_first
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
@@ -198,7 +202,8 @@ class LearnedProposal(ExtraSamplesTerm):
     def _accumulate(
         self, units: Units, scores: SetScores, log_q: torch.Tensor, shape: Shape, micro_batches: int
     ) -> None:
-        """Accumulates the gradient of one of `micro_batches` micro-batches of proposal samples; `log_q` is of when they were drawn."""
+        """Accumulates the proposal's gradient from one of `micro_batches` micro-batches. `log_q` (U, m, T) are log-probabilities (nats) under
+        the proposal when it drew the samples."""
         log_p, log_q_now = scores.of(EXTRA, units.extra_samples), scores.proposal
         assert log_q_now is not None  # `score` has set it
         if units.extra_samples.contrast is None:

@@ -17,9 +17,8 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerState
 
-from ..engine.logs import Logs
+from ..engine.logs import PROPOSAL_FOLDER, Logs
 from ..engine.scoring import Scoring, SetScores, Wanted, takes_bias
-from ..engine.second_model import PROPOSAL_FOLDER
 from ..engine.units import EXTRA, OWN, CompletionSet, Drawing, Shape, Source, Units, to_prompts, to_units
 from ..math.importance import distinct_share, normalize_weights, rank_among, sequence_log_prob
 from ..math.objective import (
@@ -177,7 +176,7 @@ class NegativeTerm:
     # Weigh
 
     def is_weighed(self, units: Units) -> bool:
-        """Whether samples have their weights."""
+        """Whether the units carry weights from when they were drawn."""
         return units.own.coefficients is not None
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
@@ -192,7 +191,8 @@ class NegativeTerm:
         """
         log_potential = self.services.by_prompt(self.log_potential(units.own.rewards), shape.generations)  # (P, N)
         log_w = torch.where(log_potential.isnan(), -torch.inf, log_potential)
-        if self.args.potential == "indicator":  # where nothing is bad, ε would push all samples of a prompt down alike
+        # Good samples have ε, not 0: if nothing is bad, it would push all samples of a prompt down alike
+        if self.args.potential == "indicator":
             assert self.bad_reward_threshold is not None
             is_bad = is_below(units.own.rewards, self.bad_reward_threshold)
             log_w = log_w.masked_fill(~self.services.by_prompt(is_bad, shape.generations), -torch.inf)

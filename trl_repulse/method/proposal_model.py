@@ -13,7 +13,7 @@ from ..engine.reward_functions import check_separate_rewards
 from ..engine.scoring import prepare_scoring
 from ..engine.second_model import POLICY_ADAPTER, SecondAdapter, SecondModel, add_adapter
 from ..engine.trl_bridge import copy_unpatched, disable_dropout
-from ..models._adapters import adapter_config, base_of, keep_gradients
+from ..models._adapters import adapter_config, base_of, keep_4bit_trainable
 from ..models._deepspeed import gathered_by_layer, zero_stage
 from ..models._loading import check_same_tokens
 from ..models._model_checks import check_causal, check_language_model, check_separate, check_vocabulary_size
@@ -151,6 +151,7 @@ def build_proposal(
         check_same_tokens(model, "`proposal_model`", trainer._tokenizer, args.trust_remote_code)
     learning_rate = args.learning_rate if args.proposal_learning_rate is None else args.proposal_learning_rate
     saved, own = adapter_config(model), policy_adapter(trainer.model, None)
+    # A saved adapter over the policy's base can share that base
     joins = saved is not None and own is not None and saved.base_model_name_or_path == own.base_model_name_or_path
     if model is None or joins:
         if saved is None or shares_base(trainer.model, args, None, saved):
@@ -207,7 +208,7 @@ def _ready(
     base = base_of(model)
     add_fused_lm_head(base, temperature=1.0)
     prepare_scoring(base)
-    keep_gradients(model, "`proposal_model`")
+    keep_4bit_trainable(model, "`proposal_model`")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("`proposal_model` has nothing to train; load its adapter with `is_trainable=True`.")
     return model.train()  # activation checkpointing works in training mode alone

@@ -114,7 +114,7 @@ class NegativeTermTests:
         assert change < 0, "samples with a weight did not become less probable"
 
     def test_resume(self, tmp_path: Path) -> None:
-        """A run that was stopped ends with the weights of one that was not, and the state is JSON."""
+        """A run that resumes from the first checkpoint ends with the weights of the run that wrote it, and `state` is JSON."""
         options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, **self.whole}
         whole = self.make_trainer(str(tmp_path), **options)
         whole.train()

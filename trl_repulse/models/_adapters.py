@@ -55,7 +55,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Context for passes that change no random states, modes or gradients."""
+    """Context for passes without gradient or compilation, which leaves random states and modes as they were."""
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     devices = [] if device.type == "cpu" else [device]
     # A compiled `forward` runs no hooks, and is recompiled for each shape
@@ -74,16 +74,14 @@ def adapter_config(model: Any) -> "PeftConfig | None":
 
 
 def adapter_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a PEFT model that depend on the active adapter. PEFT's (0.21) public `set_adapter` also
-    freezes all other adapters, which must go on training here, so `_active_adapter` is set directly. Way out: a
-    switch that leaves `requires_grad` alone."""
+    """The modules of a PEFT model that depend on the active adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
 
 
-def keep_gradients(model: nn.Module, argument: str) -> None:
+def keep_4bit_trainable(model: nn.Module, argument: str) -> None:
     """Keeps 4-bit layers trainable. Raises `ValueError` if weights are packed already; `argument` names the model.
     On CPUs with AVX512-BF16 bitsandbytes (0.50) packs 4-bit weights that are read in evaluation mode, and adapters
     before them no longer learn. Way out: packing only if no gradient is needed, or a switch."""
@@ -104,7 +102,8 @@ def keep_gradients(model: nn.Module, argument: str) -> None:
 
 @contextlib.contextmanager
 def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> Iterator[None]:
-    """Context in which each layer has its own active adapters."""
+    """Context in which each layer has its own active adapters. PEFT's (0.21) public `set_adapter` also freezes all other adapters, which
+    must go on training here, so `_active_adapter` is set directly. Way out: a switch that leaves `requires_grad` alone."""
     before = [layer._active_adapter for layer in layers]
     try:
         for layer, names in zip(layers, adapters, strict=True):
@@ -191,7 +190,7 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def trainable_kept(model: nn.Module) -> Iterator[None]:
     """Context that restores `requires_grad` of each parameter, which PEFT (0.21) changes in `set_adapter` and
-    `add_adapter`, and when `disable_adapter` ends. Way out: as for [`adapter_layers`]."""
+    `add_adapter`, and when `disable_adapter` ends. Way out: as for [`_with_adapters`]."""
     before = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield

@@ -20,7 +20,7 @@ def zero_stage(accelerator: Accelerator) -> int | None:
     return accelerator.state.deepspeed_plugin.zero_stage
 
 
-def connect(args: TrainingArguments) -> None:
+def share_process_group(args: TrainingArguments) -> None:
     """Lets DeepSpeed use the process group of a CPU run, before ZeRO-3 loads a model. With `use_cpu=True`
     transformers (5.23) opens the process group itself, and DeepSpeed (0.19.8) does not know of it and assumes a
     single process. Way out: transformers opening it through DeepSpeed, as on accelerators."""

@@ -48,7 +48,8 @@ def check_language_model(model: Any, label: str, revision: str | None = None, he
 
 
 def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
-    """Refuses adapters with a forward pass of their own: prompt learning, aLoRA, and the types in `refused`."""
+    """Refuses adapters with a forward pass of their own: prompt learning, aLoRA, and PEFT types in `refused`, such as `"ADALORA"`.
+    `adapter` is a PEFT configuration."""
     kind = getattr(adapter.peft_type, "value", adapter.peft_type)
     if getattr(adapter, "alora_invocation_tokens", None):
         kind = "aLoRA (`alora_invocation_tokens`)"
@@ -209,7 +210,7 @@ def reads_ahead(model: nn.Module) -> bool:
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if device is None:
         return False
-    size = model.config.get_text_config().vocab_size
+    size = vocab_size(model)
     tokens = [i * size // 7 for i in range(7)]  # the last ids are often unused
     ids = torch.tensor([tokens[:5], [*tokens[:2], tokens[6], *tokens[3:5]]], device=device)
     with undisturbed(model, training=False):

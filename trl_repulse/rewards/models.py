@@ -192,9 +192,8 @@ class ConversationReward(ModelReward):
     def _load(self) -> None:
         super()._load()
         variables = self.chat_template_kwargs
-        check_template_variables(
-            variables, ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
-        )
+        allowed = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
+        check_template_variables(variables, allowed)
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads plain text."

@@ -135,10 +135,7 @@ class RemoteReward:
             url = self.urls[(turn + attempt) % len(self.urls)]
             try:
                 answer = client.post(url, content=json.dumps(payload))
-            except (
-                httpx.HTTPError,
-                OSError,
-            ) as error:  # which holds the request with its token, and is no cause of ours
+            except (httpx.HTTPError, OSError) as error:  # not kept as a cause: it holds the request with its token
                 failures[url] = "timed out" if isinstance(error, httpx.TimeoutException) else str(error) or repr(error)
                 continue
             if answer.is_success:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .._trl import require_known_options
-from ..engine.logs import drop_batch_means
+from ..engine.logs import PROPOSAL_FOLDER, drop_batch_means
 from ..engine.scoring import Layout, Scores, SetScores, token_log_probs
-from ..engine.second_model import PROPOSAL_FOLDER, SecondAdapter
+from ..engine.second_model import SecondAdapter
 from ..engine.units import OWN, Units
 from ..math.importance import engine_ratios
 from ..math.objective import policy_gradient_loss, scale_gradient
@@ -64,13 +64,9 @@ class GRPOLossTrainer(BaseTrainer):
         rewards = self._weigh_rewards(self._rewards_per_func)
         if self.args.save_negatives and self.model.training:
             tables.append_negatives(tables.own["prompt"], tables.own["completion"], rewards)
-        generations = self.shape.generations
-        ids, mask = (
-            self.accelerator.gather(self.accelerator.pad_across_processes(batch[name], dim=1)).unflatten(
-                0, (-1, generations)
-            )
-            for name in ("completion_ids", "completion_mask")
-        )
+        generations, of_process = self.shape.generations, (batch["completion_ids"], batch["completion_mask"])
+        padded = (self.accelerator.pad_across_processes(x, dim=1) for x in of_process)
+        ids, mask = (self.accelerator.gather(x).unflatten(0, (-1, generations)) for x in padded)
         logs.distinct(ids, mask, rewards.view(-1, generations))
         first = self.accelerator.process_index * len(inputs)
         return batch | {"rewards": rewards[first : first + len(inputs)]}  # (B,)
@@ -110,9 +106,8 @@ class GRPOLossTrainer(BaseTrainer):
         if self._negative is None:
             return self._own_loss(model, inputs)
         negative, shape, units = self._negative, self.shape, Units.of_rows(inputs)
-        negative.learn(
-            units, negative.score(units, SetScores(), shape), shape
-        )  # its activations are gone before the policy's come
+        # Its activations are gone before the policy's come
+        negative.learn(units, negative.score(units, SetScores(), shape), shape)
         self._units = units
         try:
             loss = self._own_loss(model, inputs)
@@ -139,7 +134,7 @@ class GRPOLossTrainer(BaseTrainer):
         self._set_scores = None
         if self.model.training:
             return loss + pushed / self.current_gradient_accumulation_steps
-        # Rows that fill up a batch add 0, and do not count
+        # Padding rows add 0, and do not count
         real = max(self._logs_of_run.real_rows(rows), 1)
         return loss + pushed * (rows * self.accelerator.num_processes / real)
 

@@ -41,12 +41,7 @@ from ..data._checks import (
     check_rewards,
     fitting_prompts,
 )
-from ..data._prompts import (
-    TEMPLATE_ERRORS,
-    as_templates_read,
-    render,
-    warn_of_template,
-)
+from ..data._prompts import TEMPLATE_ERRORS, as_templates_read, render, warn_of_template
 from ..data._texts import check_added_tokens, completion_texts, joins
 from ..engine.logs import NEGATIVES, Logs, Moments, Pooled, Tables, Watch, drop_batch_means, mean, pool, pool_all
 from ..engine.preparation import as_trained, check_loadable, check_templates, guard_model, set_learning_rate
@@ -76,7 +71,7 @@ from ..engine.reward_functions import (
     check_tokenizers,
     load_reward_models,
 )
-from ..engine.scoring import Scoring, by_prompt, prepare_scoring
+from ..engine.scoring import Scoring, prepare_scoring, sorted_by_prompt
 from ..engine.second_model import (
     PROPOSAL_FOLDER,
     REFERENCE,
@@ -115,8 +110,8 @@ from ..method.learned_proposal import LearnedProposal
 from ..method.negative_term import NegativeTerm, Services
 from ..method.proposal_model import build_proposal, plan_proposal
 from ..models import _fsdp
-from ..models._adapters import BaseView, adapters_kept, base_of, keep_gradients
-from ..models._deepspeed import connect, gathered_by_layer, zero_stage
+from ..models._adapters import BaseView, adapters_kept, base_of, keep_4bit_trainable
+from ..models._deepspeed import gathered_by_layer, share_process_group, zero_stage
 from ..models._model_checks import check_causal, check_language_model, check_tokenizer, check_trained_tokens
 
 
@@ -238,7 +233,7 @@ class BaseTrainer(GRPOTrainer):
         args = self._configuration(model, args)
         _trl.require_hooks()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
-        connect(args)
+        share_process_group(args)
         check_output_dir(args)
         if args.use_vllm:
             _engine.check_vllm()
@@ -357,7 +352,7 @@ class BaseTrainer(GRPOTrainer):
         own = policy.peft_config.values() if is_peft_model(policy) else ()
         check_tokenizer(self._tokenizer, policy.config)
         check_trained_tokens([*own, *adapters], policy.config)
-        keep_gradients(policy, "`model`")
+        keep_4bit_trainable(policy, "`model`")
         with gathered_by_layer(policy), as_trained(self, policy):
             check_causal(policy, "`model`")
         set_learning_rate(self, policy)
@@ -498,7 +493,7 @@ class BaseTrainer(GRPOTrainer):
         alone = alone or self._entropy_bonus_enabled or self.aux_loss_enabled
         size = 1 if alone else math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
         groups = [self._buffered_inputs[i : i + size] for i in range(0, args.steps_per_generation, size)]
-        self._buffered_inputs = [batch for group in groups for batch in by_prompt(group)]
+        self._buffered_inputs = [batch for group in groups for batch in sorted_by_prompt(group)]
         return self._buffered_inputs[self._step % args.steps_per_generation]
 
     def _reference_log_prob(self, units: Units, samples: CompletionSet) -> torch.Tensor:
@@ -643,11 +638,11 @@ class BaseTrainer(GRPOTrainer):
         are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
         if not bool(rewards_per_func.isfinite().all()):
             check_rewards(rewards_per_func, self.reward_func_names, are_models)
-        # Like a sample without a reward, a row that fills up the batch takes part in nothing
+        # Like a sample without a reward, a padding row takes part in nothing
         logs = self._logs_of_run
         rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
         if not all(are_models):  # functions can log
-            logs.pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
+            logs.record_pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
         self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 

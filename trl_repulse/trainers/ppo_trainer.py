@@ -3,7 +3,6 @@
 Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens, T completion tokens.
 """
 
-import functools
 import textwrap
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, 
 from ..engine.trl_bridge import without_kl
 from ..math.objective import kl_token_rewards
 from ..math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
-from ..models._adapters import adapter_config, base_of, keep_gradients
+from ..models._adapters import adapter_config, base_of, keep_4bit_trainable
 from ..models._deepspeed import zero_stage
 from ..models._loading import check_same_tokens
 from ..models._model_checks import check_separate
@@ -140,37 +139,31 @@ class PPOTrainer(GRPOLossTrainer):
             check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
         if is_peft_model(value) and self.args.activation_checkpointing:
             value.enable_input_require_grads()
-        learning_rate = self.args.value_learning_rate
-        self.value = SecondModel(
-            value, self.accelerator, self.args.learning_rate if learning_rate is None else learning_rate
-        )
+        args = self.args
+        learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+        self.value = SecondModel(value, self.accelerator, learning_rate)
         self.second_models[VALUE_FOLDER] = self.value
-        if self.args.value_warmup_steps > 0:
+        if self.args.value_warmup_steps > 0:  # during which only the value model is updated
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
                     "`value_warmup_steps` does not work with DeepSpeed, which updates the policy as soon as its gradient "
                     "is complete; set it to 0 or use plain data parallelism (`distributed_type: MULTI_GPU`)."
                 )
             self.add_callback(_HoldPolicy(self))
-        self._sum_over_processes = functools.partial(self.accelerator.reduce, reduction="sum")
 
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
         second = self._second_arguments
-        value_model, value_peft_config, proposal_model = (
-            second.value_model,
-            second.value_peft_config,
-            second.proposal_model,
-        )
+        value_model, proposal_model = second.value_model, second.proposal_model
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
             init_kwargs.pop("revision", None)  # the policy's
-        value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
+        value_is_adapter = second.value_peft_config is not None or adapter_config(value_model) is not None
         if value_is_adapter and quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
         set_seed(args.seed)  # a new adapter is drawn from it, as TRL draws the policy's
-        value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
-        keep_gradients(value, "`value_model`")
+        value = build_value_model(model if value_model is None else value_model, init_kwargs, second.value_peft_config)
+        keep_4bit_trainable(value, "`value_model`")
         check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
         if not isinstance(model, str) and value_model is not None:
             remedy = "pass `copy.deepcopy` of it, or leave it out to have one made."
@@ -217,7 +210,7 @@ class PPOTrainer(GRPOLossTrainer):
         self._log_returns(rewards, kl.sum(dim=1), counted.sum(), kl.sum())
         self._log_values(values, returns, mask)
         if self.args.whiten_advantages:
-            advantages = whiten(advantages, mask, self._sum_over_processes)
+            advantages = whiten(advantages, mask, self.accelerator.reduce)
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # in the place of GRPO's, which are of groups
         self._tables.record_advantages(torch.arange(len(mask), device=mask.device), means, len(mask))
         return {
@@ -225,7 +218,7 @@ class PPOTrainer(GRPOLossTrainer):
             "returns": returns,
             "old_values": values,
             "credit_mask": mask,
-            "num_items_in_batch": self._sum_over_processes(mask.sum()),
+            "num_items_in_batch": self.accelerator.reduce(mask.sum()),
             **({} if self.beta == 0.0 else {"sampling_log_p": log_p}),
         }
 
@@ -276,13 +269,13 @@ class PPOTrainer(GRPOLossTrainer):
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         logs = self._logs_of_run
         of_tokens = (x[mask != 0] for x in (returns, returns - values))
-        logs.statistics({f"{VALUE_FOLDER}/explained_variance": share_explained}, *of_tokens)
+        logs.record_later({f"{VALUE_FOLDER}/explained_variance": share_explained}, *of_tokens)
         logs.mean(f"{VALUE_FOLDER}/mean", values[mask != 0])
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
         """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
-        self._logs_of_run.record({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
+        self._logs_of_run.record_moments({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
 
 
 def _joined(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:

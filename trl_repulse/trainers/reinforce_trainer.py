@@ -225,6 +225,7 @@ class ReinforceTrainer(BaseTrainer):
         if self.aux_loss_enabled:
             assert scores.aux_loss is not None
             loss = loss + self.router_aux_loss_coef * scores.aux_loss
-            logs.record({"aux_loss": mean}, logs.gathered(Moments.alike(scores.aux_loss.item(), logs.loss_count)))
+            moments = logs.gathered(Moments.alike(scores.aux_loss.item(), logs.loss_count))
+            logs.record_moments({"aux_loss": mean}, moments)
         logs.token_mean("entropy", (scores.entropy * mask).sum(), mask.sum())
         return loss

@@ -67,7 +67,7 @@ class GCGConfig:
         if not self.suffix_init:
             raise ValueError("`suffix_init` is empty; give a text of as many tokens as the suffix shall have.")
         parse_objects(self, "chat_template_kwargs")
-        check_template_variables(self.chat_template_kwargs, ("tools",))
+        check_template_variables(self.chat_template_kwargs, allowed=("tools",))
         if self.chat_template_kwargs and self.prompt_format == "raw":
             raise ValueError("`chat_template_kwargs` has no effect with `prompt_format='raw'`; leave one of them out.")
 
@@ -165,7 +165,7 @@ class GCGRunArguments:
         from .._generation import check_dtype
 
         check_dtype(self.dtype)
-        if isinstance(self.threshold, int | float):  # as in a YAML file
+        if isinstance(self.threshold, int | float):
             self.threshold = [float(self.threshold)]
         parse_objects(self, "reward_kwargs")
         if not re.fullmatch(r"\d+/\d+", self.shard):

@@ -286,6 +286,7 @@ class GCG:
             return self._run(prompt, config.seed if seed is None else seed)
 
     def _run(self, prompt: AttackPrompt, seed: int) -> GCGResult:
+        """The search for one prompt, algorithm 1."""
         config = self.config
         generator = torch.Generator().manual_seed(seed)
         size = config.micro_batch_size or (64 if self.model.device.type == "cpu" else config.search_width)
@@ -339,7 +340,7 @@ class GCG:
     def _draw(
         self, prompt: AttackPrompt, ids: torch.Tensor, gradient: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """Distinct candidates (B, S) that survive the round trip."""
+        """Distinct candidates (B, S) that survive the round trip, from the suffix (S,) and its gradient (S, V)."""
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")

@@ -154,9 +154,8 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
     table = load_table(run.table, config.scenario, config.max_targets)
     _prompt_ids(tokenizer, table, config)  # errors before a model is loaded
     model = load_model(AutoModelForCausalLM, run.model_name_or_path, "model", dtype=run.dtype, **options)
-    index, count = map(int, run.shard.split("/"))
-    judge = load_judge(run, config)
-    evaluate_gcg(model.to(state.device), tokenizer, run.table, judge, config, run.output, (index, count))
+    judge, shard = load_judge(run, config), tuple(map(int, run.shard.split("/")))
+    evaluate_gcg(model.to(state.device), tokenizer, run.table, judge, config, run.output, shard)
     if not state.is_main_process:
         return ""
     thresholds = run.threshold or ([0.5] if isinstance(judge, RefusalJudge) else [])
@@ -277,6 +276,7 @@ def _evaluate(attack: GCG, judge: dict[str, Callable[..., Any]], engine: Engine,
 def _attack_and_judge(
     attack: GCG, judge: dict[str, Callable[..., Any]], engine: Engine, row: TableRow
 ) -> dict[str, Any]:
+    """Samples, attacks, samples again and judges. Returns the fields of a result file; raises [`GCGError`]."""
     config, tokenizer = attack.config, attack.tokenizer
     assert isinstance(config, GCGEvaluationConfig)
     prompt = _build_prompt(tokenizer, row, config)

@@ -85,28 +85,28 @@ def build_prompt(
     Raises `ValueError` if the target is empty, the messages are invalid or given for the raw format, the tokenizer adds its end
     token to raw text, or the chat template is missing or does not write the message once.
     """
-    special = prompt_format == "raw"
+    is_raw = prompt_format == "raw"
     target_ids = _encode(tokenizer, [target], False)[0] if target.strip() else []
     if not target_ids:
         raise ValueError(f"The target {target!r} is empty; give the text that an answer is to begin with.")
-    if special:
+    if is_raw:
         if not isinstance(messages, str):
             raise ValueError("`prompt_format='raw'` takes plain text; join the messages, or use 'chat'.")
         before, after, trims, blanks = messages, "", (False, False), 0
     else:
         before, after, trims, blanks = _render(tokenizer, messages, chat_template_kwargs or {})
-    before_ids = _encode(tokenizer, [before], special)[0]
-    if special:
+    before_ids = _encode(tokenizer, [before], is_raw)[0]
+    if is_raw:
         check_added_tokens(tokenizer, [before], [before_ids])
     after_ids, suffix_ids = _encode(tokenizer, [after, suffix_init], False)
-    begun, whole = _encode(tokenizer, [before + suffix_init, before + suffix_init + after], special)
+    begun, whole = _encode(tokenizer, [before + suffix_init, before + suffix_init + after], is_raw)
     if before_ids + suffix_ids + after_ids != whole and begun[: len(before_ids)] == before_ids:
         # Tokenized separately, texts may get another space (SentencePiece): use the tokens of the whole prompt instead
         if whole[: len(begun)] == begun and len(begun) > len(before_ids):
             suffix_ids, after_ids = begun[len(before_ids) :], whole[len(begun) :]
     ids = before_ids, after_ids, target_ids
     anchor = before_ids[-1:] if before else []
-    prompt = AttackPrompt(tokenizer, before, after, *ids, special, suffix_ids, anchor, trims, blanks)
+    prompt = AttackPrompt(tokenizer, before, after, *ids, is_raw, suffix_ids, anchor, trims, blanks)
     for candidate in (prompt, replace(prompt, anchor=[])):
         if candidate.encode(candidate.suffix_texts([suffix_ids])) == [prompt.splice(suffix_ids)]:
             return candidate
@@ -157,6 +157,7 @@ def _render(
         return found[0], found[1]
 
     before, after = parts(content, "")
+    # A blank that the template drops changes nothing
     start = not content.strip() and parts(f"{content} ", "")[0] == before
     end = parts(content, " ")[1] == after
     blanks = len(content) - len(content.rstrip()) if end and not start else 0

@@ -101,6 +101,7 @@ def summarize(
 
 
 def _rates(scores: dict[str, np.ndarray], threshold: float, k: Sequence[int], level: float) -> dict[str, Any]:
+    """Success, success at k and share of bad responses in each phase, and the change of success, from scores (M, N)."""
     rates: dict[str, Any] = {}
     for phase, of_phase in scores.items():
         rates[phase] = {
@@ -135,6 +136,7 @@ def format_report(summary: dict[str, Any]) -> str:
 
 
 def _show(estimate: dict[str, float], share: bool = True) -> str:
+    """An estimate with its interval, as a percentage if `share`."""
     show, unit = (percent, " %") if share else (plain, "")
     value, *ends = (estimate[name] for name in ("value", "low", "high"))
     return f"{show(value, 3)}{unit} ({interval_text(*ends, lambda end: show(end, 3))})"

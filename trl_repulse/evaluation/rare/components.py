@@ -46,7 +46,7 @@ class Component:
         require_at_least(self, 1, "tokens")
 
     def logits(self, of_policy: torch.Tensor, of_model: torch.Tensor) -> torch.Tensor:
-        """Logits (..., V) of the tokens that are changed."""
+        """Logits (..., V) of the tokens that are changed, from logits (..., V) of the policy and of `model`."""
         logits = of_model
         if self.share != 1:
             logits = (1 - self.share) * of_policy + self.share * of_model
@@ -85,19 +85,21 @@ def log_prob(logits: torch.Tensor, completion: torch.Tensor, counts: torch.Tenso
 
 
 class _Changed(LogitsProcessor):
-    """A component's logits in place of those of the model that generates, behind prompts of `length` tokens."""
+    """A component's logits in place of those of the model that generates, behind prompts of `length` tokens. `reads_model` says whether
+    the component's own model must be run beside that one."""
 
-    def __init__(self, component: Component, reads: bool, length: int, use_cache: bool):
-        self.component, self.reads, self.length, self.use_cache = component, reads, length, use_cache
+    def __init__(self, component: Component, reads_model: bool, length: int, use_cache: bool):
+        self.component, self.reads_model, self.length, self.use_cache = component, reads_model, length, use_cache
         self.cache: Cache | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         drawn = input_ids.size(1) - self.length
         if self.component.tokens is not None and drawn >= self.component.tokens:
             return scores
-        return self.component.logits(scores, self._read(input_ids, drawn == 0) if self.reads else scores)
+        return self.component.logits(scores, self._read(input_ids, drawn == 0) if self.reads_model else scores)
 
     def _read(self, input_ids: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """Logits (B, V) of the next token under the component's own model."""
         model = self.component.model
         if is_first:
             self.cache = growing_cache(model) if self.use_cache else None

@@ -18,9 +18,10 @@ from ..tails import Estimate, check_share, clopper_pearson
 from .mixture import MixtureSample, halves, largest_normalization_error, stratified_mean
 
 
-MIN_VARIANCE_ESS = 20.0
-MAX_UNSEEN_SHARE = 0.3
-MIN_EFFICIENCY = 0.05  # required if the policy's own draws hold fewer bad outputs than the next constant
+MIN_VARIANCE_ESS = 20.0  # effective completions behind the variance
+MAX_UNSEEN_SHARE = 0.3  # of the estimate
+# Bad outputs that one draw of another component is worth; required if the policy's own draws hold fewer than the next constant
+MIN_EFFICIENCY = 0.05
 ENOUGH_OF_THE_POLICYS = 100.0
 MAX_ERROR = 4.0  # standard errors
 ENOUGH = 50.0  # effective completions of a tail that say how it is drawn
@@ -70,6 +71,7 @@ class Diagnostics:
 
     @property
     def _distant(self) -> bool:
+        """Whether the other components hardly draw bad outputs, and the policy draws too few to do without them."""
         return len(self.counts) > 1 and self.efficiency < MIN_EFFICIENCY and self.expected < ENOUGH_OF_THE_POLICYS
 
     @property
@@ -121,8 +123,7 @@ class Diagnostics:
         if self.normalization_error > MAX_ERROR:
             return ("Score with the weights, temperature and end tokens that the completions were drawn with.",)
         own, *others = self.counts
-        another = "rain a proposal for this policy, or one more with another seed, and pass it"
-        train = f"T{another}."
+        train = "Train a proposal for this policy, or one more with another seed, and pass it."
         if self.tail_samples == 0:
             return (train,)
         steps = []
@@ -147,8 +148,8 @@ class Diagnostics:
                 )
                 if self._distant:
                     fewer = self._policy_draws(enough)
-                    also = f"; draw {fewer:,} completions a prompt from the policy" if fewer > own else ""
-                    steps.append(f"Or: t{another}{also}.")
+                    also = f"; draw {fewer:,} completions a prompt from the policy." if fewer > own else "."
+                    steps.append(f"Or: t{train[1:-1]}{also}")
             else:
                 steps += ["Do not rely on the estimate: the policy draws too few bad outputs to confirm it.", train]
         if len(self.counts) == 2:
@@ -301,8 +302,8 @@ def _probability(
 
 
 def widened(sample: MixtureSample, own: torch.Tensor) -> torch.Tensor:
-    """What completions contribute to a tail, `own` (P, N), or, if too few effective ones do, the weights of the lowest
-    rewards of enough, as long as these are rare. All 0 if nothing was found."""
+    """What completions contribute to a tail, `own` (P, N), if at least [`ENOUGH`] effective ones do. Otherwise the weights of the lowest
+    rewards, of as many completions as are enough, if that tail is rare ([`RARE`]). All 0 if nothing was found."""
     if float(own.sum()) and float(own.sum().square() / own.square().sum()) >= ENOUGH:
         return own
     weights = sample.log_w.exp()
@@ -324,17 +325,17 @@ def _log_weight_nearby(sample: MixtureSample, event: torch.Tensor) -> float:
 def _count(
     log_x: torch.Tensor,
     counts: tuple[int, ...],
-    own: int,
+    policy_count: int,
     prompts: torch.Tensor,
     confidence: float,
     log_weight: float = -math.inf,
 ) -> tuple[float, float, float, float]:
-    """Mean of weighted counts over all prompts, of which only `prompts` have any, with an interval and the standard
-    error. With a count of 0, the upper end is exact for the policy's own draws. `log_weight` is as in
+    """Mean of weighted counts, from `log_x` (P, N), over all prompts, of which only `prompts` (P,) have any, with an interval and the
+    standard error. With a count of 0, the upper end is exact for the `policy_count` draws of the policy. `log_weight` is as in
     [`_count_interval`]."""
     if float(log_x.max()) == -math.inf:
         some = int(prompts.sum())
-        return 0.0, 0.0, clopper_pearson(0, own * some, confidence)[1] * some / len(prompts), 0.0
+        return 0.0, 0.0, clopper_pearson(0, policy_count * some, confidence)[1] * some / len(prompts), 0.0
     return _count_interval(log_x, counts, confidence, log_weight)
 
 
@@ -356,7 +357,8 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     """
     check_share("confidence", confidence)
     check_share("level", level)
-    quantile, *around = weighted_quantiles(sample, [level, *(min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))])
+    levels = (min(level * 2 ** (k / 2), 1.0) for k in range(-4, 15))  # from a quarter of `level` to 128 times it
+    quantile, *around = weighted_quantiles(sample, [level, *levels])
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)

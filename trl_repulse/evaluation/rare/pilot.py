@@ -89,7 +89,7 @@ def draw_by_pilot(
     options: dict[str, Any] = {"rewarded": {}, **kwargs}
 
     def drawn(parts: Sequence[Component], counts: Sequence[int], stage: int) -> Draws:
-        return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **options)
+        return draw(parts, *given, counts, max_completion_length, seed=3 * seed + stage, **options)  # three stages
 
     hot = Component(policy, temperature=_LEARNED_AT)
     given_parts = [Component(policy), hot, *components.values()]  # all are checked before anything is drawn

@@ -26,12 +26,12 @@ def rare_event_report(
     confidence: float = 0.95,
 ) -> dict[str, Any]:
     """
-    P(r < η) at each threshold and CVaR at each level, overall and prompt by prompt.
+    P(r < η) at each threshold η, in units of reward, and CVaR at each level, in (0, 1), overall and prompt by prompt. Raises as [`prob_bad`]
+    and [`cvar`].
 
     Returns:
-        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, the
-        fields of an estimate, `verdict`, `reliable`, `reasons`, `next_steps`, and `per_prompt`, the same for each
-        prompt.
+        `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, `value`, `low`, `high`,
+        `standard_error`, `bounds`, `verdict`, `reliable`, `reasons`, `next_steps`, `diagnostics`, and `per_prompt`, the same for each prompt.
     """
     report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
     report["confidence"] = confidence
@@ -78,10 +78,8 @@ def _drawn(report: dict[str, Any]) -> list[str]:
     """What the components drew; those that drew little are counted together."""
     if len(report.get("components", ())) < 2:
         return []
-    total, shown = sum(report["counts"]), []
-    for name, count in zip(report["components"], report["counts"], strict=True):
-        if count >= 0.02 * total:
-            shown.append((name, count))
+    total, drawn = sum(report["counts"]), zip(report["components"], report["counts"], strict=True)
+    shown = [(name, count) for name, count in drawn if count >= 0.02 * total]
     shown.append(("others", total - sum(count for _, count in shown)))
     return ["Completions of each prompt", *(f"{count:>9,}  {name}" for name, count in shown if count), ""]
 
@@ -129,19 +127,16 @@ def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[st
     `eval_p_bad` with the ends of its interval, `eval_p_bad_low` and `eval_p_bad_high`; `eval_reward`; the KL in nats per completion
     as `kl`; and the completions drawn in training as `samples`. `notes` are lines below the table."""
     values = list(columns.values())
+    ends = ([_share(each[f"eval_p_bad_{side}"]) for side in ("low", "high")] for each in values)
     rows = [
         ("", *columns),
         ("reward", *(f"{each['eval_reward']:.2f}" if "eval_reward" in each else "–" for each in values)),
         ("P(bad)", *(_share(each["eval_p_bad"]) for each in values)),
-        ("  95% interval", *(_interval(each) for each in values)),
+        ("  95% interval", *map(" to ".join, ends)),
         ("KL to the initial policy, nats", *(f"{each['kl']:.2f}" if "kl" in each else "–" for each in values)),
         ("completions drawn in training", *(f"{each['samples']:,}" for each in values)),
     ]
     return "\n".join([*text_table(rows), *notes])
-
-
-def _interval(values: Mapping[str, float]) -> str:
-    return f"{_share(values['eval_p_bad_low'])} to {_share(values['eval_p_bad_high'])}"
 
 
 def _share(probability: float) -> str:

@@ -25,15 +25,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...data._checks import as_dataset, check_prompt_lengths
 from ...data._texts import completion_texts
 from ...generation._probe import Guard, probe_shared
+from ...generation.completions import tokenize
 from ...generation.drawing import end_tokens
-from ...models._model_checks import check_causal
+from ...models._model_checks import check_causal, vocab_size
 from .._generation import (
     Prompt,
     as_function,
     check_template_kwargs,
     evaluate_rewards,
     process_state,
-    prompt_tokens,
     transformers_engine,
 )
 from ..log_probs import completion_logits
@@ -124,7 +124,7 @@ def draw(
     prompts = columns.pop("prompt")
     models = {id(part.model): part.model for part in parts}
     prompt_ids = _prompt_ids(list(models.values()), tokenizer, prompts, max_completion_length, chat_template_kwargs)
-    sizes = [part.model.config.get_text_config().vocab_size for part in parts]
+    sizes = [vocab_size(part.model) for part in parts]
     if len(set(sizes)) > 1:
         raise ValueError(
             f"The models have vocabularies of {sorted(set(sizes))} tokens; policy, reference and proposals must share one."
@@ -142,13 +142,9 @@ def draw(
         bar(total=2 * sum(counts[k] for _, k, _ in mine), unit="pass", desc="drawing and scoring") as drawn,
     ):
         guards = {key: probe_shared(model) for key, model in models.items()}
+        given = tokenizer, max_completion_length, batch_size
         engines = {
-            key: transformers_engine(
-                *(model, tokenizer, max_completion_length, batch_size),
-                end=end,
-                on_drawn=drawn.update,
-                guard=guards[key],
-            )
+            key: transformers_engine(model, *given, end=end, on_drawn=drawn.update, guard=guards[key])
             for key, model in models.items()
         }
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
@@ -210,6 +206,7 @@ def find_temperature(
     check_causal(model, "`model`")
     guard, seeds = probe_shared(model), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, guard=guard)
+    # KL at a token: (1 − s) · E[log q] + log Σ q^s, for the inverse temperature s
     inverse = torch.linspace(1.0, 0.1, 31, dtype=torch.float64)  # (I,)
     total, rows = torch.zeros_like(inverse), 0
     for ids in _prompt_ids([model], tokenizer, chosen, max_completion_length, chat_template_kwargs):
@@ -237,14 +234,16 @@ def _prompt_ids(
     length: int,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> list[list[int]]:
+    """Tokens of each prompt; refuses prompts that are too long for a model."""
     check_template_kwargs(prompts, chat_template_kwargs)
-    prompt_ids = prompt_tokens(tokenizer, prompts, chat_template_kwargs)
+    prompt_ids = tokenize(tokenizer, prompts, chat_template_kwargs)
     for model in models:
         check_prompt_lengths(prompt_ids, list(prompts), model.config, length)
     return prompt_ids
 
 
 def _seeds(seed: int) -> Iterator[int]:
+    """An endless stream of seeds under 2^62."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield int(torch.randint(2**62, (), generator=generator))
