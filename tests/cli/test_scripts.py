@@ -21,6 +21,7 @@ pytestmark = pytest.mark.trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
+OF_ONE_PROMPT = ["--single_prompt", "the ", "--model_name_or_path", "policy", "--reward_model_path", "judge"]
 
 
 def parse(command, flags):
@@ -215,6 +216,7 @@ def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
         (["--reward_kwargs", "[1]"], "`reward_kwargs=[1]` must be an object"),
         (["--reward_kwargs", '{"negate": true}'], "`reward_kwargs` (negate) has no effect without `reward_type`"),
         (["--single_prompt", "the ", "--apply_chat_template", "true"], "`single_prompt` is plain text"),
+        ([*OF_ONE_PROMPT, "--eval_strategy", "steps"], "`--eval_strategy` needs held-out prompts"),
         (["--apply_chat_template", "true"], "the tokenizer has no chat template"),
         (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 96 completions of one pass"),
         (["--single_prompt", "the ", "--bad_token_ids", "9999"], "9999"),

@@ -245,7 +245,7 @@ def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str
     check_inputs(args)
     script_args = script(**{each.name: getattr(args, each.name) for each in fields(script)})
     if args.model_name_or_path is not None:
-        _check_named(script_args)
+        _check_named(script_args, args.eval_strategy)
     return ""
 
 
@@ -294,7 +294,7 @@ def parse(
             script_args.reward_model_path = script_args.reward_model_path or embedded.reward_model_path()
         script_args.dataset_name = script_args.dataset_name or embedded.prompts_path()
         script_args.eval_dataset_name = script_args.eval_dataset_name or embedded.prompts_path("unseen")
-    _check_named(script_args)
+    _check_named(script_args, args.eval_strategy)
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -304,12 +304,14 @@ def parse(
     return script_args, args, model_args
 
 
-def _check_named(script_args: TrainingScriptArguments) -> None:
+def _check_named(script_args: TrainingScriptArguments, eval_strategy: str) -> None:
     """Refuses arguments that name no reward or no prompts."""
     needed = ["dataset_name"] if script_args.single_prompt is None else []
     for name in ["reward_model_path"] * (script_args.reward_type is None) + needed:
         if getattr(script_args, name) is None:
             raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
+    if eval_strategy != "no" and script_args.dataset_name is None and script_args.eval_dataset_name is None:
+        raise ValueError("`--eval_strategy` needs held-out prompts; give `--eval_dataset_name`.")
 
 
 def _accumulation(train_batch_size: int, args: Any) -> int:

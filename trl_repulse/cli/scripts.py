@@ -65,6 +65,7 @@ def load_data(
         if split == "test" and Path(name).expanduser().is_file():  # the default; a file has one split
             split = "train"
         column = script_args.eval_prompt_column or column
+        # `dataset_config` is of the training data
         held_out = load_prompts(name, split, None, script_args.dataset_streaming, column, chat)
     elif args.eval_strategy != "no":
         held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)

@@ -131,7 +131,7 @@ class SecondModel:
         )
 
     def _build(self, trainer: Trainer) -> None:
-        """Makes engine and optimizer."""
+        """Sets `optimizer`, and `engine`, the wrapped module that makes the passes. Called once, by the first [`prepare`]."""
         args: Any = trainer.args
         if args.activation_checkpointing:
             kwargs = dict(args.activation_checkpointing_kwargs or {})

@@ -224,9 +224,10 @@ class Samples:
 
 class Drawing:
     """
-    Draws samples through a trainer's hooks for generation and rewards.
+    Draws samples through a trainer's hooks for generation and rewards. All processes call each method.
 
-    All processes call each method.
+    A draw passes through [`draw_own`], the trainer's `_generate`, TRL's, the trainer's `_generate_single_turn`, and back here through
+    [`generate_single_turn`], which draws extra samples in the same call of the model.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): Owner of TRL's hooks `_generate` and `_calculate_rewards`.

@@ -178,8 +178,12 @@ def meld(
     def parts(
         theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool, missed_is_bad: bool | None
     ) -> tuple[np.ndarray, ...]:
-        """Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others. `missed_is_bad` is
-        `None` without what was missed."""
+        """
+        Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others.
+
+        `theta` are θ of the bad, near and ordinary stratum, (D,) each. π_bad is its upper or lower distribution. π_near is that with which
+        the others are truly bad most often, or least often. What was missed is bad, not bad, or with `None` left out.
+        """
         p, more = first[0][upper_pi], missed * (missed_is_bad is not None)
         near = np.where((theta[1] > theta[2]) == others_often_bad, first[1][1], first[1][0])
         near = np.minimum(near, np.maximum(1 - p - more, 0))

@@ -244,11 +244,12 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
     Raises:
         `ValueError`: If an answer has no finite reward.
     """
-    prompts = min(len(each.prompts) for each in samples.values())
+    # Attacks have several prompts of a behaviour, side by side
+    behaviours = min(len(each.prompts) for each in samples.values())
     rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     metrics: dict[str, dict[str, float]] = {}
     for name, each in samples.items():
-        rewards = each.column().reshape(prompts, -1)  # attacks may have several prompts of a behaviour
+        rewards = each.column().reshape(behaviours, -1)  # refuses what is not finite
         table = each.table.drop_columns([x for x in ("prompt_ids", "completion_ids") if x in each.table.column_names])
         answers, size = table.to_pylist(), rewards.shape[1]
         for answer in answers:

@@ -350,6 +350,7 @@ class InverseTransform(LogitsProcessor):
 # Vocabularies from which a CPU draws by inversion: `torch.multinomial` makes a random number for each token of the vocabulary,
 # which takes longer than a small model
 _LARGE_VOCABULARY = 8192
+# Settings of `generate`, with the values at which every token may be drawn with the policy's probability
 _NEUTRAL = {
     **{"do_sample": (True,), "num_beams": (None, 1), "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0)},
     **{"typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "top_h": (None,)},
@@ -374,6 +375,7 @@ def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
         if not (plain and large and base.device.type == "cpu") or not _NEUTRAL.keys().isdisjoint(kwargs):
             return generate(*args, generation_config=config, **kwargs)
         greedy = copy.copy(config)
+        # transformers warns of these settings if `do_sample=False`
         greedy.update(do_sample=False, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None)
         last = InverseTransform(1.0 if config.temperature is None else config.temperature)
         processors = LogitsProcessorList([*kwargs.pop("logits_processor", ()), last])

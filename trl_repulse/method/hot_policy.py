@@ -107,7 +107,8 @@ class HotPolicy(ExtraSamplesTerm):
         return scores.by_sampler[EXTRA] if EXTRA in scores.by_sampler else scores.of(EXTRA, extra)
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
-        """As [`NegativeTerm.weigh`]. Weighs policy samples and hot samples against their mixture; only bad ones have a weight."""
+        """As [`NegativeTerm.weigh`]. Weighs policy samples and hot samples against their mixture; only bad ones have a weight,
+        so that the others need no scores."""
         own, extra, sizes = units.own, units.extra_samples, (shape.generations, shape.extra)
 
         def whole(of_own: torch.Tensor, of_extra: torch.Tensor) -> torch.Tensor:

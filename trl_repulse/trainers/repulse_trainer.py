@@ -33,7 +33,7 @@ class RePULSeTrainer(ReinforceTrainer):
        (`_generate_and_score_completions`, [`NegativeTerm.draw`]);
     2. score them under the policy (`_compute_loss`);
     3. weigh: advantages of the policy's samples (`_credit`), importance weights of those of step 1 ([`NegativeTerm.weigh`]);
-    4. take a step of the policy on Eq. 4 ([`~trl_repulse.math.objective.repulse_loss`]);
+    4. take the policy's gradient of Eq. 4, for the Trainer's step ([`~trl_repulse.math.objective.repulse_loss`]);
     5. with a learned proposal, take a step of the proposal on its samples ([`NegativeTerm.learn`]).
 
     With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward
