@@ -157,21 +157,19 @@ def train(
     accumulation: int,
     variant: str,
     config=None,
-    script="distributed_run",
     machines=1,
     checkpoint=None,
-    fresh=False,
 ):
     """
-    What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.
+    What `tests/distributed_run.py` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.
 
-    With `fresh`, and on several machines, the launcher starts its processes itself.
+    On several machines the launcher starts its processes itself.
     """
-    arguments = ["-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant]
+    arguments = ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), variant]
     arguments += [] if checkpoint is None else [str(checkpoint)]
     options = [None] if machines == 1 else machine_options(machines)
     with ThreadPoolExecutor(machines) as pool:
-        start = run if fresh or machines > 1 else run_forked
+        start = run if machines > 1 else run_forked
         list(pool.map(lambda each: start([*launcher(processes, config, each), *arguments]), options))
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes

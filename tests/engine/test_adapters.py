@@ -46,7 +46,6 @@ class SwitchesAdapters(TrainerCallback):
             model.set_adapter("default")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("off", "order", "checkpointing", "peft"),
     [
@@ -193,7 +192,6 @@ def test_a_copy_of_the_model_saves_itself(make, tmp_path):
     assert not (tmp_path / "copy" / "proposal").exists()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("separate", [False, True], ids=["one base", "a base each"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_resume_continues_both_adapters_bit_for_bit(make, model_dirs, tmp_path, prompts, separate, checkpointing):

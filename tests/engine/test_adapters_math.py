@@ -78,7 +78,6 @@ def assert_gradients(loss, module, name, actual):
     assert max(e.abs().max() for e in expected) > 1e-3
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
 def test_losses_and_gradients_are_those_of_two_separate_copies(run, tokenizer, reward, architecture, batches):
     trainer, copies, base, grads = run(architecture, *batches)
@@ -99,7 +98,6 @@ def test_swapped_adapters_would_be_noticed(run, tokenizer, reward):
             assert_gradients(loss, copies[of], name, grads[name])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_changes_no_gradient(run, architecture, reentrant, order):
@@ -110,7 +108,6 @@ def test_gradient_checkpointing_changes_no_gradient(run, architecture, reentrant
             torch.testing.assert_close(checkpointed[name][key], e, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_recomputation_with_the_other_adapter_would_be_noticed(run, monkeypatch, reentrant):
     """Negative control of the one above: without the binding the proposal's gradient is wrong, or no longer its own."""

@@ -135,7 +135,6 @@ def check(identifier, paths, output_dir):
     return results
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("identifier", [identifier for identifier in COMMANDS if identifier != EXACT])
 def test_one_update(identifier, paths, tmp_path, monkeypatch):
     """Of the toy's exact evaluations, which take seconds each, only what they are asked."""
@@ -156,7 +155,6 @@ def test_one_update(identifier, paths, tmp_path, monkeypatch):
         assert not asked
 
 
-@pytest.mark.thorough
 def test_one_update_with_its_exact_evaluations(paths, tmp_path):
     results = check(EXACT, paths, tmp_path)
     assert results["initial"]["log_prob_bad"] < 0

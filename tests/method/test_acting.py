@@ -323,7 +323,6 @@ def test_the_policys_trajectories_are_not_the_proposals_business(build):
     assert (batches[0]["tool_mask"] == 0).any()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("term", TERMS)
 def test_resumed_runs_end_with_the_same_bits(build, tmp_path, term):
     settings = {"per_device_train_batch_size": 8, "num_iterations": 2, "beta": 0.1, "max_steps": 6} | TERMS[term]
@@ -389,7 +388,6 @@ def test_a_hot_policy_is_one_of_divided_logits(policy_dir):
     assert abs(hot.log_prob_closed - shop.evaluate(policy_dir).log_prob_closed) > 0.1
 
 
-@pytest.mark.thorough
 def test_the_policy_loses_what_the_proposal_learns_to_do(build):
     settings = {"max_steps": 12, "num_generations": 8, "per_device_train_batch_size": 32, "target_dist_beta": -10.0}
     ends = {}

@@ -30,7 +30,6 @@ def run(make):
     return run
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ppo", "hot"),
     [
@@ -59,7 +58,6 @@ def test_the_proposal_learns_the_bad_outputs(run, evaluator):
     assert all(log[name] is not None for name in names)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [True, False])
 def test_evaluation_with_rows_that_fill_up_a_batch(make, prompts, kind, share):
