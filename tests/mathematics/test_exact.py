@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from trl_repulse.math.importance import log_importance_weights, log_z_estimate, normalize_weights
-from trl_repulse.math.objective import negative_coefficients, policy_gradient_loss, tilted_log_potential
+from trl_repulse.math.objective import policy_gradient_loss, tilted_log_potential
 from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
 
-from ..whole_losses import ctl_loss, eq_4, negative_loss, reinforce_loss
+from ..whole_losses import ctl_loss, negative_loss, reinforce_loss
 
 
 pytestmark = pytest.mark.exact
@@ -198,23 +198,6 @@ def test_leave_one_out_is_unbiased():
         return -(world.string_prob(full)[0] * world.reward[0]).sum()
 
     assert relative_error(actual, finite_differences(objective, world.policy[:1])) <= TOLERANCE
-
-
-def test_repulse_loss_is_the_sum_of_its_terms(world):
-    w = normalize_weights(world.log_w())
-    own = (world.mask[:, :5], world.reward[:, :5])
-
-    def whole(table):
-        negative = world.sample(table), world.draw(world.mask), w, ALPHA
-        return eq_4(world.raw_log_prob(table)[:, :5], *own, *negative, alpha_normalization="none", reduction="sum")
-
-    def one_pass(table):
-        log_p = world.raw_log_prob(table)[:, :5]
-        first = reinforce_loss(log_p, *own, reduction="sum")
-        coefficients = negative_coefficients(w, ALPHA, "none")
-        return first + policy_gradient_loss(world.sample(table), world.draw(world.mask), coefficients, "sum")
-
-    torch.testing.assert_close(gradient(whole, world.policy), gradient(one_pass, world.policy), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("copies", [2, 5])
