@@ -289,6 +289,16 @@ def same_parameters(one, other):
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
+def assert_same_logs(one, other, rel=1e-3, absolute=2e-5, ignored=()):
+    """Of two trainers, whatever is not about time or `ignored`."""
+    ignored = ("time", "runtime", "per_second", "flos", *ignored)
+    for ours, theirs in zip(one.state.log_history, other.state.log_history, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            if ours[key] is not None and not any(word in key for word in ignored):
+                assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=absolute), key
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """What `accelerate launch` is asked for by a training command, in place of launching."""

@@ -10,6 +10,7 @@ from trl.trainer import grpo_trainer
 
 from trl_repulse import PPOConfig, PPOTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.engine.second_model import SecondAdapter
+from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.models._adapters import adapter_layers
 from trl_repulse.trainers import reinforce_trainer
@@ -87,7 +88,7 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
-CLASSES = {"within a process": WithinProcess, "reused": Reused, "PPO": RecordedPPO}
+CLASSES = {"within a process": WithinProcess, "reused": Reused, "PPO": RecordedPPO, "tails": RePULSeTrainer}
 TERM = {"proposal": "learned", "potential": "tilted", "alpha": 2.0, "target_dist_beta": -0.7}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
@@ -123,8 +124,18 @@ METHODS = {
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "CVaR": {"cvar_level": 0.4},
     "PPO": {"num_iterations": 2, "value_clip": 0.01},
+    "tails": {"max_steps": 3},
     "constraint": {"max_bad_probability": 0.1, "bad_reward_threshold": -2.0, "constraint_learning_rate": 0.5},
 }
+
+
+HELD_OUT = [*PROMPTS, "fish"]
+
+
+def place_reward(prompts, completions, **kwargs):
+    """Which prompt it was, and a little for the completion: means tell whether rewards went to their prompts."""
+    pairs = zip(prompts, completions, strict=True)
+    return [10.0 * HELD_OUT.index(prompt) + 0.01 * len(completion) for prompt, completion in pairs]
 
 
 def models_of(method: str, tokenizer) -> dict:
@@ -167,7 +178,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     dataset = Dataset.from_dict({"prompt": prompts})
     trainer = (Sampled if method.startswith("sampled") else CLASSES.get(method, RecordedByRow))(
         model=policy,
-        reward_funcs=word_reward,
+        reward_funcs=place_reward if method == "tails" else word_reward,
         args=args,
         train_dataset=dataset.to_iterable_dataset() if method == "iterable" else dataset,
         eval_dataset=dataset,
@@ -180,6 +191,10 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     assert trainer._guard.repeat_cache and trainer._guard.share_prompts
+    # 9 completions on two processes would be 5 and 4, which two batches and one would hold
+    tails = [TailReportCallback(trainer, HELD_OUT, num_samples=3, every=2)] if method == "tails" else []
+    for callback in tails:
+        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)
     if "checkpoints" in method:
         trainer.save_model()
@@ -187,7 +202,8 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     if method.startswith("adapters"):
         own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
         models["adapter"] = torch.nn.ParameterList(own)
-    finish(trainer, models, folder)
+    means = [(entry["update"], entry["report"]["mean"]) for callback in tails for entry in callback.history]
+    finish(trainer, models, folder, tails=[(update, mean.samples, mean.value) for update, mean in means])
 
 
 if __name__ == "__main__":

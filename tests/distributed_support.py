@@ -232,8 +232,8 @@ def engine_name(engine: torch.nn.Module) -> str | None:
     return f"zero{engine.zero_optimization_stage()}" if "Speed" in type(engine).__name__ else None
 
 
-def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
-    """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
+def finish(trainer, models: dict[str, torch.nn.Module], folder: str, **more) -> None:
+    """Writes world size, logs and all parameters of the trained models, and `more`."""
     engines = [
         trainer.model_wrapped,
         *(vars(trainer)[name].engine for name in models if name in ("proposal", "value")),
@@ -250,6 +250,7 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
             "logs": [log for log in trainer.state.log_history if "loss" in log],
             "evaluations": [log for log in trainer.state.log_history if "eval_loss" in log],
             "parameters": flat,
+            **more,
         }
         Path(folder, "result.json").write_text(json.dumps(result))
 

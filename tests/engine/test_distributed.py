@@ -354,22 +354,13 @@ def test_two_processes_of_ppo_equal_one(launch):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        "cpu_ddp",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=ZERO),
-    ],
+    "config", ["cpu_ddp", pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", marks=ZERO)]
 )
-def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
+def test_tails_are_reported_by_two_processes(launch, config):
     """Held-out completions, an odd number of them, shared by the processes: each is rewarded once, by its prompt."""
-    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    done = run_forked([*launcher(2, config), "-m", "tests.distributed_tail_run", str(tmp_path)])
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
-    assert result["world_size"] == 2
-    assert [(report["update"], report["samples"]) for report in result["reports"]] == [(2, 9), (3, 9)]
-    assert all(10 < report["mean"] < 10.5 for report in result["reports"])
+    tails = launch(2, 4, 1, "tails", config=config)["tails"]
+    assert [(update, samples) for update, samples, _ in tails] == [(2, 9), (3, 9)]
+    assert all(10 < mean < 10.5 for *_, mean in tails)
 
 
 @pytest.mark.parametrize("method", ["hot", pytest.param("proposal", marks=pytest.mark.slow)])
@@ -384,13 +375,7 @@ def test_agents_act_in_two_processes(tmp_path, method):
     assert first["proposal/bad_fraction"] > 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=ZERO),
-    ],
-)
+@pytest.mark.parametrize("config", [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", marks=ZERO)])
 def test_agents_are_refused_where_processes_would_wait_for_each_other(tmp_path, config):
     shop.build_policy(tmp_path / "policy", steps=1, batch_size=2)
     done = run_forked([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
