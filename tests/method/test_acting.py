@@ -15,6 +15,7 @@ from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 
 from ..conftest import same_parameters
 from ..generation.test_generation_training import DrawingLLM, serve_by
+from ..trainers.test_repulse_grpo import GRPO_SETTINGS
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -281,11 +282,7 @@ def test_a_rollout_func_beside_the_policys_own_samples(build):
 # Nothing else
 
 
-GRPO_SETTINGS = {
-    *("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "report_to", "save_strategy", "logging_steps"),
-    *("per_device_train_batch_size", "num_generations", "max_completion_length", "learning_rate", "lr_scheduler_type"),
-    *("disable_dropout", "max_tool_calling_iterations", "max_steps", "beta"),
-}
+EXTRA = {"max_tool_calling_iterations", "max_steps", "beta"}  # beside GRPO_SETTINGS
 
 
 @pytest.mark.parametrize("defaults", [{}, {"suppress_tokens": [5, 6]}], ids=["plain", "generation defaults"])
@@ -296,7 +293,7 @@ def test_alpha_0_is_trls_grpo_to_the_last_bit(build, policy_dir, defaults):
     theirs = GRPOTrainer(
         model=policy_dir,
         reward_funcs=shop.reward,
-        args=GRPOConfig(**{name: value for name, value in vars(ours.args).items() if name in GRPO_SETTINGS}),
+        args=GRPOConfig(**{name: value for name, value in vars(ours.args).items() if name in GRPO_SETTINGS | EXTRA}),
         train_dataset=shop.load_prompts(),
         environment_factory=shop.Shop,
     )
@@ -344,18 +341,6 @@ def test_resumed_runs_end_with_the_same_bits(build, tmp_path, term):
     if whole.proposal is not None:
         assert same_parameters(part.proposal.module, whole.proposal.module)
     assert (tmp_path / "part" / "negatives.jsonl").read_bytes() == written
-
-
-def test_evaluation(build):
-    """The last batch of evaluation is filled up with rows that do not count."""
-    trainer = build(
-        extra={"eval_dataset": shop.load_prompts().select(range(3))},
-        per_device_eval_batch_size=8,
-        **PROPOSAL,
-    )
-    trainer.train()
-    metrics = trainer.evaluate()
-    assert math.isfinite(metrics["eval_loss"]) and "eval_proposal/reward" in metrics
 
 
 # The shop itself

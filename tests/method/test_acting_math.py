@@ -12,7 +12,7 @@ import torch
 from trl_repulse import RePULSeGRPOTrainer
 
 from ..recorded import PROMPTS, N, assert_gradients, gradients, prepare, pushed, recorded, reduced, written
-from ..trainers.test_repulse_ppo_math import HOT, OWN, TERM
+from ..trainers.test_ppo_math import HOT, OWN, TERM
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]

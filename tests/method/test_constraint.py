@@ -139,8 +139,7 @@ CASES = {
 
 @pytest.mark.trainer
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if "hot" in case else pytest.mark.thorough) for case in CASES],
+    "case", [pytest.param(case, marks=[] if "hot" in case else pytest.mark.thorough) for case in CASES]
 )
 def test_the_multiplier_follows_what_is_seen(make, case):
     trainer_cls, settings, start = CASES[case]
@@ -184,15 +183,6 @@ def test_it_stays_finite_and_says_that_a_rate_is_out_of_reach(make, caplog):
     constraint.observe(torch.ones(4), resolution=1.0)
     constraint.update()
     assert constraint.multiplier == 1e6 and "out of reach; raise it" in caplog.text
-
-
-@pytest.mark.thorough
-@pytest.mark.trainer
-def test_without_a_negative_term_repulse_charges_bad_completions(make):
-    trainer = make(alpha=0.0, max_steps=1, **LIMIT)
-    assert trainer.args.charges_bad and trainer.constraint.multiplier == 1.0
-    trainer.train()
-    assert "reward_transformed" in trainer.state.log_history[0]
 
 
 @pytest.mark.trainer
