@@ -151,14 +151,7 @@ def _rank(argv: list[str], environment: dict[str, str], path: Path) -> None:
 
 
 def train(
-    folder,
-    processes: int,
-    batch_size: int,
-    accumulation: int,
-    variant: str,
-    config=None,
-    machines=1,
-    checkpoint=None,
+    folder, processes: int, batch_size: int, accumulation: int, variant: str, config=None, machines=1, checkpoint=None
 ):
     """
     What `tests/distributed_run.py` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.

@@ -46,26 +46,18 @@ class Drawn:
         return ids, completions, None, texts, None, {}, None, []
 
 
-class DrawnRePULSe(Drawn, RePULSeTrainer):
-    pass
-
-
-class DrawnReinforce(Drawn, ReinforceTrainer):
-    pass
-
-
-class DrawnPPO(Drawn, PPOTrainer):
-    pass
+def drawn(trainer_cls):
+    return type(f"Drawn{trainer_cls.__name__}", (Drawn, trainer_cls), {})
 
 
 HOT = {"proposal": "hot_policy", "proposal_temperature": 1.6, "potential": "indicator", "bad_reward_threshold": -1.0}
 # Trainer, the same with draws of its own, settings, whether with adapters
 CASES = {
-    "learned": (DrawnRePULSe, RePULSeTrainer, {"beta": 0.1}, False),
-    "hot": (DrawnRePULSe, RePULSeTrainer, HOT, False),
-    "REINFORCE": (DrawnReinforce, ReinforceTrainer, {"beta": 0.1}, False),
-    "PPO": (DrawnPPO, PPOTrainer, {"beta": 0.1}, False),
-    "adapters": (DrawnRePULSe, RePULSeTrainer, {"beta": 0.1}, True),
+    "learned": (drawn(RePULSeTrainer), RePULSeTrainer, {"beta": 0.1}, False),
+    "hot": (drawn(RePULSeTrainer), RePULSeTrainer, HOT, False),
+    "REINFORCE": (drawn(ReinforceTrainer), ReinforceTrainer, {"beta": 0.1}, False),
+    "PPO": (drawn(PPOTrainer), PPOTrainer, {"beta": 0.1}, False),
+    "adapters": (drawn(RePULSeTrainer), RePULSeTrainer, {"beta": 0.1}, True),
 }
 UNEVEN = Dataset.from_dict({"prompt": ["the", "the cat", "the cat sat the dog", "a dog ate the fish the cat"]})
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}

@@ -216,6 +216,34 @@ def test_neither_optimizer_has_the_others_weights(make):
             assert torch.equal(p, before[key]) == (key not in own[name])
 
 
+def test_learning_rates_schedules_and_clipping_are_their_own(make):
+    settings = {"learning_rate": 1e-3, "proposal_learning_rate": 5e-2, "lr_scheduler_type": "linear"}
+    trainer = make(extra={"peft_config": lora()}, max_grad_norm=1e-4, **settings)
+    norms = {}
+
+    def watch(name, optimizer):
+        def hook(*_):
+            grads = [p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]
+            norms.setdefault(name, []).append(torch.cat(grads).norm().item())
+
+        return hook
+
+    prepare = trainer.proposal.prepare
+
+    def prepare_and_watch(*args):
+        prepare(*args)
+        trainer.proposal.optimizer.register_step_pre_hook(watch("proposal", trainer.proposal.optimizer))
+        trainer.optimizer.optimizer.register_step_pre_hook(watch("policy", trainer.optimizer.optimizer))
+
+    trainer.proposal.prepare = prepare_and_watch
+    trainer.train()
+    logs = trainer.state.log_history
+    assert [log["proposal/learning_rate"] for log in logs[:2]] == pytest.approx([5e-2, 2.5e-2])
+    assert [log["learning_rate"] for log in logs[:2]] == pytest.approx([1e-3, 5e-4])
+    for name in ("policy", "proposal"):
+        assert norms[name] == pytest.approx([1e-4] * 2, rel=1e-2)
+
+
 def test_one_base_and_no_redundant_passes(make):
     trainer = make(extra={"peft_config": lora()}, max_steps=1, beta=0.1)
     base = trainer.model.get_base_model()

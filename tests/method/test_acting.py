@@ -343,6 +343,18 @@ def test_resumed_runs_end_with_the_same_bits(build, tmp_path, term):
     assert (tmp_path / "part" / "negatives.jsonl").read_bytes() == written
 
 
+def test_evaluation(build):
+    """The last batch of evaluation is filled up with rows that do not count."""
+    trainer = build(
+        extra={"eval_dataset": shop.load_prompts().select(range(3))},
+        per_device_eval_batch_size=8,
+        **PROPOSAL,
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert math.isfinite(metrics["eval_loss"]) and "eval_proposal/reward" in metrics
+
+
 # The shop itself
 
 
