@@ -29,14 +29,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    set_seed,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from .hub_server import HubServer
 
@@ -287,6 +280,16 @@ def evaluator(tokenizer, prompts, reward):
 def same_parameters(one, other):
     """Bit for bit, wherever they are."""
     return all(torch.equal(p.cpu(), q.cpu()) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def assert_same_logs(one, other, rel=1e-3, absolute=2e-5, ignored=()):
+    """Of two trainers, whatever is not about time or `ignored`."""
+    ignored = ("time", "runtime", "per_second", "flos", *ignored)
+    for ours, theirs in zip(one.state.log_history, other.state.log_history, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            if ours[key] is not None and not any(word in key for word in ignored):
+                assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=absolute), key
 
 
 @pytest.fixture

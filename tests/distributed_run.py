@@ -1,4 +1,4 @@
-"""Five RePULSe updates on the completions of `recorded`, launched by `test_distributed`."""
+"""Five RePULSe or PPO updates on the completions of `recorded`, launched by `test_distributed`."""
 
 import os
 import sys
@@ -8,19 +8,20 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
-from trl_repulse import RePULSeConfig, RePULSeTrainer
+from trl_repulse import PPOConfig, PPOTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.engine.second_model import SecondAdapter
+from trl_repulse.evaluation.callback import TailReportCallback
 from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.models._adapters import adapter_layers
 from trl_repulse.trainers import reinforce_trainer
 
 from .conftest import QUIET, build_model, build_tokenizer, word_reward
 from .distributed_support import STEPS, finish, leave, start
-from .recorded import PROMPTS, N, recorded
+from .recorded import PROMPTS, N, build_reward_model, recorded
 
 
-class RecordedByRow(recorded(RePULSeTrainer)):
-    """The first prompt's completions, all on the first of two processes, are shorter than the second's."""
+class Shortened:
+    """Mixin: the first prompt's completions, all on the first of two processes, are shorter than the second's."""
 
     def _generate(self, prompts):
         prompt_ids, completions, tool_mask, _, *rest = super()._generate(prompts)
@@ -28,6 +29,12 @@ class RecordedByRow(recorded(RePULSeTrainer)):
         texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
         return prompt_ids, completions, tool_mask, texts, *rest
 
+
+class RecordedPPO(Shortened, recorded(PPOTrainer)):
+    pass
+
+
+class RecordedByRow(Shortened, recorded(RePULSeTrainer)):
     def _draws_others(self):
         if isinstance(self.proposal, SecondAdapter):
             return adapter_layers(self.model)[0].active_adapters == ["proposal"]
@@ -81,7 +88,8 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
-CLASSES = {"within a process": WithinProcess, "reused": Reused}
+CLASSES = {"within a process": WithinProcess, "reused": Reused, "PPO": RecordedPPO, "tails": RePULSeTrainer}
+TERM = {"proposal": "learned", "potential": "tilted", "alpha": 2.0, "target_dist_beta": -0.7}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
     "leave one out": {},
@@ -115,14 +123,27 @@ METHODS = {
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "CVaR": {"cvar_level": 0.4},
+    "PPO": {"num_iterations": 2, "value_clip": 0.01},
+    "tails": {"max_steps": 3},
     "constraint": {"max_bad_probability": 0.1, "bad_reward_threshold": -2.0, "constraint_learning_rate": 0.5},
 }
 
 
+HELD_OUT = [*PROMPTS, "fish"]
+
+
+def place_reward(prompts, completions, **kwargs):
+    """Which prompt it was, and a little for the completion: means tell whether rewards went to their prompts."""
+    pairs = zip(prompts, completions, strict=True)
+    return [10.0 * HELD_OUT.index(prompt) + 0.01 * len(completion) for prompt, completion in pairs]
+
+
 def models_of(method: str, tokenizer) -> dict:
-    """What makes the proposal: a model of its own, or an adapter beside the policy's; nothing for the hot policy."""
+    """What makes the second model: one of its own, or an adapter beside the policy's; nothing for the hot policy."""
     if method.startswith("hot"):
         return {}
+    if method == "PPO":
+        return {"value_model": build_reward_model("gpt2", len(tokenizer), seed=1)}
     if not method.startswith("adapters"):
         return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
     # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
@@ -145,13 +166,10 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
         "shuffle_dataset": False,
-        "proposal": "learned",
-        "potential": "tilted",
-        "alpha": 2.0,
-        "target_dist_beta": -0.7,
         "beta": 0.3,
     }
-    args = RePULSeConfig(**settings | METHODS[method])
+    on_ppo = method == "PPO"
+    args = (PPOConfig if on_ppo else RePULSeConfig)(**settings | ({} if on_ppo else TERM) | METHODS[method])
     _hot_policy._LEAST, _hot_policy._MOST_BAD = 12, 0.5  # 16 samples, of the first two of five updates
     policy = build_model("gpt2", len(tokenizer), seed=0)
     policy.config._name_or_path = f"{folder}/reference"  # saved by the test
@@ -160,7 +178,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
     dataset = Dataset.from_dict({"prompt": prompts})
     trainer = (Sampled if method.startswith("sampled") else CLASSES.get(method, RecordedByRow))(
         model=policy,
-        reward_funcs=word_reward,
+        reward_funcs=place_reward if method == "tails" else word_reward,
         args=args,
         train_dataset=dataset.to_iterable_dataset() if method == "iterable" else dataset,
         eval_dataset=dataset,
@@ -173,16 +191,19 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
             for p in trainer.proposal.module.parameters():
                 p.add_(0.1 * torch.randn_like(p))
     assert trainer._guard.repeat_cache and trainer._guard.share_prompts
+    # 9 completions on two processes would be 5 and 4, which two batches and one would hold
+    tails = [TailReportCallback(trainer, HELD_OUT, num_samples=3, every=2)] if method == "tails" else []
+    for callback in tails:
+        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)
     if "checkpoints" in method:
         trainer.save_model()
-    models = {"policy": policy}
-    if trainer.proposal is not None:
-        models["proposal"] = trainer.proposal.module
+    models = {"policy": policy} | {name: second.module for name, second in trainer.second_models.items()}
     if method.startswith("adapters"):
         own = [p for name, p in trainer.model.named_parameters() if "default" in name.split(".")]
         models["adapter"] = torch.nn.ParameterList(own)
-    finish(trainer, models, folder)
+    means = [(entry["update"], entry["report"]["mean"]) for callback in tails for entry in callback.history]
+    finish(trainer, models, folder, tails=[(update, mean.samples, mean.value) for update, mean in means])
 
 
 if __name__ == "__main__":

@@ -151,27 +151,18 @@ def _rank(argv: list[str], environment: dict[str, str], path: Path) -> None:
 
 
 def train(
-    folder,
-    processes: int,
-    batch_size: int,
-    accumulation: int,
-    variant: str,
-    config=None,
-    script="distributed_run",
-    machines=1,
-    checkpoint=None,
-    fresh=False,
+    folder, processes: int, batch_size: int, accumulation: int, variant: str, config=None, machines=1, checkpoint=None
 ):
     """
-    What a script of `tests` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.
+    What `tests/distributed_run.py` wrote by [`finish`]; it is checked that as many processes ran, in the engine meant.
 
-    With `fresh`, and on several machines, the launcher starts its processes itself.
+    On several machines the launcher starts its processes itself.
     """
-    arguments = ["-m", f"tests.{script}", str(folder), str(batch_size), str(accumulation), variant]
+    arguments = ["-m", "tests.distributed_run", str(folder), str(batch_size), str(accumulation), variant]
     arguments += [] if checkpoint is None else [str(checkpoint)]
     options = [None] if machines == 1 else machine_options(machines)
     with ThreadPoolExecutor(machines) as pool:
-        start = run if fresh or machines > 1 else run_forked
+        start = run if machines > 1 else run_forked
         list(pool.map(lambda each: start([*launcher(processes, config, each), *arguments]), options))
     result = json.loads(Path(folder, "result.json").read_text())
     assert result["world_size"] == processes
@@ -234,8 +225,8 @@ def engine_name(engine: torch.nn.Module) -> str | None:
     return f"zero{engine.zero_optimization_stage()}" if "Speed" in type(engine).__name__ else None
 
 
-def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
-    """Writes world size, logs and all parameters of the trained models, then leaves the process group."""
+def finish(trainer, models: dict[str, torch.nn.Module], folder: str, **more) -> None:
+    """Writes world size, logs and all parameters of the trained models, and `more`."""
     engines = [
         trainer.model_wrapped,
         *(vars(trainer)[name].engine for name in models if name in ("proposal", "value")),
@@ -252,6 +243,7 @@ def finish(trainer, models: dict[str, torch.nn.Module], folder: str) -> None:
             "logs": [log for log in trainer.state.log_history if "loss" in log],
             "evaluations": [log for log in trainer.state.log_history if "eval_loss" in log],
             "parameters": flat,
+            **more,
         }
         Path(folder, "result.json").write_text(json.dumps(result))
 

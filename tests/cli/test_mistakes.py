@@ -20,7 +20,7 @@ from trl_repulse.cli.scripts import main_or_exit
 from trl_repulse.evaluation._generation import as_function
 
 from ..conftest import about_the_cpu, build_model, build_tokenizer
-from ..engine.test_adapters_math import lora
+from ..engine.test_adapters import lora
 
 
 pytestmark = [pytest.mark.trainer, about_the_cpu]

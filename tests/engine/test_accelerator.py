@@ -9,21 +9,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback, set_seed
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation.gcg import run_gcg
 from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from ..conftest import DEVICE, USE_CPU, build_accelerator, word_reward
+from ..conftest import DEVICE, USE_CPU, assert_same_logs, build_accelerator, word_reward
 from ..gcg_trigger import GOALS, TARGET, build_trigger_model, build_trigger_tokenizer, evaluation_config, goal_text
 
 
@@ -53,31 +46,18 @@ class Drawn:
         return ids, completions, None, texts, None, {}, None, []
 
 
-class DrawnRePULSe(Drawn, RePULSeTrainer):
-    pass
+def drawn(trainer_cls):
+    return type(f"Drawn{trainer_cls.__name__}", (Drawn, trainer_cls), {})
 
 
-class DrawnReinforce(Drawn, ReinforceTrainer):
-    pass
-
-
-class DrawnPPO(Drawn, PPOTrainer):
-    pass
-
-
-HOT = {
-    "proposal": "hot_policy",
-    "proposal_temperature": 1.6,
-    "potential": "indicator",
-    "bad_reward_threshold": -1.0,
-}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 1.6, "potential": "indicator", "bad_reward_threshold": -1.0}
 # Trainer, the same with draws of its own, settings, whether with adapters
 CASES = {
-    "learned": (DrawnRePULSe, RePULSeTrainer, {"beta": 0.1}, False),
-    "hot": (DrawnRePULSe, RePULSeTrainer, HOT, False),
-    "REINFORCE": (DrawnReinforce, ReinforceTrainer, {"beta": 0.1}, False),
-    "PPO": (DrawnPPO, PPOTrainer, {"beta": 0.1}, False),
-    "adapters": (DrawnRePULSe, RePULSeTrainer, {"beta": 0.1}, True),
+    "learned": (drawn(RePULSeTrainer), RePULSeTrainer, {"beta": 0.1}, False),
+    "hot": (drawn(RePULSeTrainer), RePULSeTrainer, HOT, False),
+    "REINFORCE": (drawn(ReinforceTrainer), ReinforceTrainer, {"beta": 0.1}, False),
+    "PPO": (drawn(PPOTrainer), PPOTrainer, {"beta": 0.1}, False),
+    "adapters": (drawn(RePULSeTrainer), RePULSeTrainer, {"beta": 0.1}, True),
 }
 UNEVEN = Dataset.from_dict({"prompt": ["the", "the cat", "the cat sat the dog", "a dog ate the fish the cat"]})
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
@@ -135,15 +115,6 @@ def start_as(trainer, begun):
         for p, q in zip(parameters(trainer), begun, strict=True):
             if p.is_floating_point():
                 p.copy_(q)
-
-
-def assert_same_logs(one, other, rel=1e-3, absolute=2e-5):
-    timings = ("time", "runtime", "per_second", "flos")
-    for ours, theirs in zip(one.state.log_history, other.state.log_history, strict=True):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            if ours[key] is not None and not any(word in key for word in timings):
-                assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=absolute), key
 
 
 # The CPU and the accelerator

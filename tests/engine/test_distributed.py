@@ -4,6 +4,7 @@ Whatever the engine: plain data parallelism, DeepSpeed ZeRO-1, 2 and 3, FSDP2. G
 """
 
 import functools
+import itertools
 import json
 import sys
 
@@ -16,7 +17,6 @@ from transformers.integrations import is_deepspeed_available
 
 from examples.worlds import shop, two_tokens
 
-from .. import distributed_ppo_run
 from ..conftest import build_model
 from ..distributed_run import ADAPTER_CLIP
 from ..distributed_support import CONFIGS, launcher, run, run_forked, train
@@ -36,7 +36,7 @@ needs_deepspeed = pytest.mark.skipif(
     not is_deepspeed_available(), reason="needs deepspeed: pip install -e '.[deepspeed]'"
 )
 
-
+ZERO = [needs_deepspeed, pytest.mark.slow]
 CUT_APART = ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
@@ -56,7 +56,6 @@ def result_of(command, folder):
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.thorough
 @needs_deepspeed
 def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs):
     config = BertConfig(
@@ -67,7 +66,6 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
     assert "`model` predicts tokens from those that come after them" in done.stdout
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "method"),
     [
@@ -77,10 +75,6 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
         (2, 2, "constraint"),
         (2, 2, "hot"),
         (2, 2, "hot, threshold measured"),
-        pytest.param(4, 1, "hot", marks=pytest.mark.slow),
-        pytest.param(2, 2, "leave one out", marks=pytest.mark.slow),
-        pytest.param(4, 1, "REINFORCE++", marks=pytest.mark.slow),
-        pytest.param(4, 1, "REINFORCE++-baseline", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, method):
@@ -92,7 +86,6 @@ def test_two_processes_equal_one(launch, batch_size, accumulation, method):
         assert found[0] == found[1] and found[0][0] is None and found[0][-1] is not None
 
 
-@pytest.mark.thorough
 @pytest.mark.invariant
 @pytest.mark.parametrize(
     ("config", "batch_size", "accumulation"),
@@ -100,9 +93,7 @@ def test_two_processes_equal_one(launch, batch_size, accumulation, method):
         pytest.param("zero2", 1, 4, marks=needs_deepspeed),
         pytest.param("zero3", 1, 4, marks=needs_deepspeed),
         ("fsdp2", 1, 4),
-        pytest.param("zero1", 2, 2, marks=[needs_deepspeed, pytest.mark.slow]),
-        *(pytest.param(name, 4, 1, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero1", "zero2", "zero3")),
-        pytest.param("fsdp2", 4, 1, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, 2, marks=ZERO),
     ],
 )
 def test_two_processes_of_an_engine_equal_one(launch, config, batch_size, accumulation):
@@ -114,9 +105,7 @@ def test_two_processes_of_an_engine_equal_one(launch, config, batch_size, accumu
 @pytest.mark.parametrize("config", CUT_APART)
 def test_models_cut_apart_train_what_whole_ones_train(launch, config):
     assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
-    alone, together = (1, 8, 1, "plain"), (2, 2, 2, "plain")
-    ppo = functools.partial(launch, script="distributed_ppo_run")
-    assert_equal(ppo(*alone), ppo(*together, config=config), PPO_METRICS)
+    assert_equal(launch(1, 8, 1, "PPO"), launch(2, 2, 2, "PPO", config=config), PPO_METRICS)
 
 
 @pytest.mark.slow
@@ -133,13 +122,6 @@ def test_models_cut_apart_draw_what_whole_ones_draw(launch, config, method):
     assert_equal(whole, launch(2, 4, 1, method, config=config), (*METRICS, *lengths))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("config", "processes"), [("single_gpu", 1), ("cpu_ddp", 2)])
-def test_configurations_of_the_launcher_start_what_they_say(launch, config, processes):
-    result = launch(processes, 8 // processes, 1, config=config, fresh=True)  # asserts the world size
-    assert_equal(launch(1, 8, 1), result, METRICS)
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
 def test_configurations_of_the_launcher_are_read(path):
     config = load_config_from_file(str(path))
@@ -147,21 +129,19 @@ def test_configurations_of_the_launcher_are_read(path):
     assert "MULTI_CPU" not in path.read_text().replace("`distributed_type: MULTI_CPU`", "")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "config",
+    ("config", "method"),
     [
-        "cpu_ddp",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
-        pytest.param("zero3_offload", marks=[needs_deepspeed, pytest.mark.slow]),  # compiles an optimizer at first
-    ],
-)
-@pytest.mark.parametrize(
-    "method",
-    [
-        *("checkpoints in a block", "checkpoints, moving reference"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("checkpoints", "checkpoints in fp16")),
+        ("cpu_ddp", "checkpoints in a block"),
+        ("cpu_ddp", "checkpoints, moving reference"),
+        *(
+            pytest.param("fsdp2", f"checkpoints{how}", marks=pytest.mark.slow)
+            for how in (" in fp16", ", moving reference")
+        ),
+        *(pytest.param("zero3", f"checkpoints{how}", marks=ZERO) for how in (" in fp16", ", moving reference")),
+        *(
+            pytest.param("zero3_offload", f"checkpoints{how}", marks=ZERO) for how in ("", " in fp16")
+        ),  # compiles an optimizer
     ],
 )
 def test_a_checkpoint_of_two_processes_resumes_both_models(tmp_path, tokenizer, config, method):
@@ -218,8 +198,9 @@ def _of_key_biases(tokenizer):
 
 @needs_deepspeed
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-@pytest.mark.parametrize("precision", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("config", "precision"), [("zero2", None), ("zero2", "bfloat16"), ("zero3", None), ("zero3", "float16")]
+)
 def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, config, precision):
     """As above; in half precision the proposal's optimizer goes on from the float32 weights that were saved."""
     method = "adapters, checkpoints" + {None: "", "bfloat16": " in bf16", "float16": " in fp16"}[precision]
@@ -239,7 +220,7 @@ def test_a_checkpoint_of_deepspeed_resumes_both_adapters(tmp_path, tokenizer, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CUT_APART)
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
 def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
     """With exact evaluation, in which all processes take part where they need one another."""
     command = [*launcher(2, config), "-m", "tests.distributed_example", "examples/repulse.py"]
@@ -250,7 +231,6 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
     assert len((tmp_path / "completions" / "before_after.md").read_text().splitlines()) == 12
 
 
-@pytest.mark.thorough
 @pytest.mark.invariant
 @pytest.mark.parametrize(
     ("config", "batch_size", "accumulation", "method"),
@@ -259,12 +239,8 @@ def test_the_example_runs_where_models_are_cut_apart(tmp_path, config):
         (None, 4, 1, "adapters, after"),
         pytest.param("zero2", 2, 2, "adapters, clipped", marks=needs_deepspeed),
         pytest.param("zero3", 2, 2, "adapters, clipped", marks=needs_deepspeed),
-        pytest.param("zero1", 4, 1, "adapters", marks=[needs_deepspeed, pytest.mark.slow]),
-        *(
-            pytest.param(config, 4, 1, f"adapters, {how}", marks=[needs_deepspeed, pytest.mark.slow])
-            for config in ("zero2", "zero3")
-            for how in ("checkpointed", "after")
-        ),
+        pytest.param("zero2", 4, 1, "adapters, after", marks=ZERO),
+        pytest.param("zero3", 4, 1, "adapters, checkpointed", marks=ZERO),
     ],
 )
 def test_two_processes_of_two_adapters_equal_one(launch, config, batch_size, accumulation, method):
@@ -287,14 +263,13 @@ def assert_equal(alone, together, metrics):
 
 
 # In each: how one process trains, how two do, and what is compared
-@pytest.mark.thorough
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
 @pytest.mark.parametrize(
-    ("method", "one", "two"),
+    ("config", "method", "one", "two"),
     [
-        ("reused", (2, 2), (2, 1)),
-        pytest.param("iterable", (8, 1), (4, 1), marks=pytest.mark.slow),
-        pytest.param("checkpointed", (8, 1), (4, 1), marks=pytest.mark.slow),
+        ("cpu_ddp", "reused", (2, 2), (2, 1)),
+        pytest.param("zero2", "reused", (2, 2), (2, 1), marks=ZERO),
+        pytest.param("cpu_ddp", "iterable", (8, 1), (4, 1), marks=pytest.mark.slow),
+        pytest.param("cpu_ddp", "checkpointed", (8, 1), (4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_settings_of_training_hold_for_both_models(launch, config, method, one, two):
@@ -310,8 +285,7 @@ def test_weights_in_parts_are_gathered_again_for_what_is_recomputed(launch, conf
     assert_equal(launch(1, 8, 1, "leave one out"), together, METRICS)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=[needs_deepspeed, pytest.mark.slow])])
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("zero2", marks=ZERO)])
 def test_two_processes_evaluate_what_one_evaluates(launch, config):
     alone, together = launch(1, 8, 1, "evaluated"), launch(2, 4, 1, "evaluated", config=config)
     assert len(alone["evaluations"]) == len(together["evaluations"]) == 3
@@ -323,28 +297,22 @@ def test_two_processes_evaluate_what_one_evaluates(launch, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config", ["cpu_ddp", "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+    ("config", "precision"),
+    [
+        *itertools.product(("cpu_ddp", "fsdp2"), ("bf16", "fp16")),
+        *(pytest.param("zero2", name, marks=needs_deepspeed) for name in ("fp16", "adapters, fp16")),
+        *(pytest.param("zero3", name, marks=needs_deepspeed) for name in ("bf16", "fp16", "adapters, fp16")),
+    ],
 )
-@pytest.mark.parametrize(
-    ("precision", "rel", "error"), [("bf16", 1e-4, 0.15), ("fp16", 1e-6, 0.02), ("adapters, fp16", 1e-6, 0.02)]
-)
-def test_both_models_train_in_half_precision(launch, config, precision, rel, error):
+def test_both_models_train_in_half_precision(launch, config, precision):
     """As one process does, to the format's precision, and not as in float32."""
-    if config == "fsdp2" and precision.startswith("adapters"):
-        pytest.skip("adapters are refused with FSDP")
+    rel, error = (1e-4, 0.15) if precision == "bf16" else (1e-6, 0.02)
     exact = launch(1, 8, 1, "adapters" if precision.startswith("adapters") else "leave one out")
     alone, together = launch(1, 8, 1, precision), launch(2, 4, 1, precision, config=config)
     for name in ("loss", "proposal/loss", "grad_norm", "proposal/grad_norm"):
         assert together["logs"][0][name] != pytest.approx(exact["logs"][0][name], rel=rel)
         for one, two in zip(alone["logs"], together["logs"], strict=True):
             assert two[name] == pytest.approx(one[name], rel=error, abs=1e-3)
-
-
-@needs_deepspeed
-@pytest.mark.slow
-def test_several_machines_of_one_are_as_many_processes(launch):
-    """The configuration for two machines, told that there is one."""
-    assert_equal(launch(1, 8, 1), launch(2, 4, 1, config="multi_node_zero3"), METRICS)
 
 
 @needs_deepspeed
@@ -378,34 +346,21 @@ def test_groups_normalised_within_a_process_would_be_noticed(launch):
         assert_equal(alone, launch(2, 2, 1, "within a process"), METRICS)
 
 
-@pytest.mark.thorough
-def test_two_processes_of_ppo_equal_one(launch, tokenizer, tmp_path):
+def test_two_processes_of_ppo_equal_one(launch):
     """Whitening, explained variance and both losses run over all processes' tokens, of which each has its own number."""
-    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "reference")
-    distributed_ppo_run.main(str(tmp_path), "8", "1", "plain")
-    alone = json.loads((tmp_path / "result.json").read_text())
-    assert alone["world_size"] == 1 and alone["logs"][1]["value/clip_fraction"] > 0
-    assert_equal(alone, launch(2, 2, 2, "plain", script="distributed_ppo_run"), PPO_METRICS)
+    alone = launch(1, 8, 1, "PPO")
+    assert alone["logs"][1]["value/clip_fraction"] > 0
+    assert_equal(alone, launch(2, 2, 2, "PPO"), PPO_METRICS)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "config",
-    [
-        "cpu_ddp",
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
+    "config", ["cpu_ddp", pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", marks=ZERO)]
 )
-def test_tails_are_reported_by_two_processes(tmp_path, tokenizer, config):
+def test_tails_are_reported_by_two_processes(launch, config):
     """Held-out completions, an odd number of them, shared by the processes: each is rewarded once, by its prompt."""
-    build_model("gpt2", len(tokenizer), seed=2).eval().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    done = run_forked([*launcher(2, config), "-m", "tests.distributed_tail_run", str(tmp_path)])
-    result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"world_size"')))
-    assert result["world_size"] == 2
-    assert [(report["update"], report["samples"]) for report in result["reports"]] == [(2, 9), (3, 9)]
-    assert all(10 < report["mean"] < 10.5 for report in result["reports"])
+    tails = launch(2, 4, 1, "tails", config=config)["tails"]
+    assert [(update, samples) for update, samples, _ in tails] == [(2, 9), (3, 9)]
+    assert all(10 < mean < 10.5 for *_, mean in tails)
 
 
 @pytest.mark.parametrize("method", ["hot", pytest.param("proposal", marks=pytest.mark.slow)])
@@ -420,13 +375,7 @@ def test_agents_act_in_two_processes(tmp_path, method):
     assert first["proposal/bad_fraction"] > 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param("fsdp2", marks=pytest.mark.slow),
-        pytest.param("zero3", marks=[needs_deepspeed, pytest.mark.slow]),
-    ],
-)
+@pytest.mark.parametrize("config", [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("zero3", marks=ZERO)])
 def test_agents_are_refused_where_processes_would_wait_for_each_other(tmp_path, config):
     shop.build_policy(tmp_path / "policy", steps=1, batch_size=2)
     done = run_forked([*launcher(2, config), "-m", "tests.acting_run", str(tmp_path), str(tmp_path / "policy"), "hot"])
@@ -448,14 +397,13 @@ def launch_rows(tmp_path_factory):
     return launch
 
 
-@pytest.mark.thorough
 @pytest.mark.invariant
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "config",
     [
         None,
-        *(pytest.param(name, marks=[needs_deepspeed, pytest.mark.slow]) for name in ("zero2", "zero3")),
+        *(pytest.param(name, marks=ZERO) for name in ("zero2", "zero3")),
         pytest.param("fsdp2", marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,7 @@ from trl_repulse.configs import _checks
 
 from ..conftest import same_parameters
 from ..hub_server import Repository
-from .test_adapters_math import lora
+from .test_adapters import lora
 
 
 pytestmark = pytest.mark.trainer
@@ -275,8 +275,7 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
         "@software{vonwerra2020trl",
     ):
         assert said in card.text
-    assert "### Measured" not in card.text and "question" not in card.text and "None" not in card.text
-    for absent in ("reward_transform_", "cvar_", "constraint", "SchedulerType"):
+    for absent in ("### Measured", "None", "reward_transform_", "cvar_", "constraint", "SchedulerType"):
         assert absent not in card.text
 
 

@@ -161,7 +161,11 @@ def test_each_evaluation_set_has_its_own_metrics(make, prompts, trainer_cls):
     assert not any(key.startswith("eval_") for keys in stems for key in keys)
     expected = {"reward", "loss", "entropy"} | ({"proposal/reward"} if "RePULSe" in trainer_cls.__name__ else set())
     assert expected <= stems[0] & stems[1]
+    modules = [trainer.model, *(second.module for second in trainer.second_models.values())]
+    before = [p.clone() for module in modules for p in module.parameters()]
     metrics = trainer.evaluate()
+    after = [p for module in modules for p in module.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))  # evaluation trains nothing
     assert (metrics["eval_good_reward"], metrics["eval_bad_reward"]) == (1.0, -5.0) and "eval_reward" not in metrics
     assert trainer.evaluate(sets["bad"], metric_key_prefix="held_out")["held_out_reward"] == -5.0
 

@@ -8,7 +8,7 @@ from trl_repulse import PPOTrainer
 from trl_repulse.engine.second_model import SecondAdapter
 from trl_repulse.models._adapters import keep_4bit_trainable
 
-from .test_adapters_math import lora
+from .test_adapters import lora
 
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -45,7 +45,6 @@ CASES = {
     "hot policy on GRPO": (RePULSeGRPOTrainer, HOT),
     "constraint": (RePULSeTrainer, HOT | {"max_bad_probability": 0.05}),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
-    "REINFORCE, moving reference": (ReinforceTrainer, ONE_BLOCK | MOVING),
     "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
 }
 
@@ -84,7 +83,6 @@ def run(make, tmp_path):
     return run
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     """Six updates go over several epochs, and with four updates a generation stop in the middle of one."""
@@ -93,7 +91,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
     assert whole.state.epoch > 1 or case == "cut prompts" or "PO" in case
     expected, written = weights(whole), (tmp_path / "whole" / "negatives.jsonl").read_bytes()
     assert written
-    for step in (2, 3, 5):
+    for step in (2, 5):
         folder = tmp_path / f"from {step}"
         shutil.copytree(tmp_path / "whole", folder)  # with what came after the checkpoint, as a killed run leaves it
         for later in range(step + 1, 7):
@@ -113,7 +111,6 @@ def test_a_value_adapter_is_not_saved_as_the_policy_found_it(run, tmp_path):
     assert same(weights(twice), weights(whole))
 
 
-@pytest.mark.thorough
 def test_a_moving_reference_that_is_missing_is_refused(run, tmp_path, caplog):
     run("moving reference", "run", max_steps=1)
     (tmp_path / "run" / "checkpoint-1" / "reference.safetensors").unlink()
@@ -149,7 +146,6 @@ def test_epochs_have_their_order(make):
         assert list(sampler) == orders[epoch] and len(sampler) == len(orders[epoch])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("damage", ["state missing", "state cut off", "random state cut off"])
 def test_half_written_checkpoints_are_passed_over(run, tmp_path, caplog, damage):
     expected = weights(run("an update a generation", "run"))
@@ -183,7 +179,6 @@ def test_a_checkpoint_that_is_not_there(run, tmp_path):
         find_checkpoint(tmp_path / "checkpoint-9", str(tmp_path))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["an update a generation", "REINFORCE", "PPO"])
 def test_negatives_of_an_earlier_run_are_set_aside(run, tmp_path, caplog, case):
     settings = {"save_negatives": True, "bad_reward_threshold": 9.0, "max_steps": 1}
@@ -236,7 +231,6 @@ def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, ca
     assert "is of an earlier run and is now" in caplog.text
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("trainer_cls", "change"),
     [
@@ -272,7 +266,6 @@ def test_changed_settings_are_refused(make, tmp_path, trainer_cls, change):
         make(trainer_cls, **settings | change).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("which", ["peft_config", "proposal_peft_config", "value_peft_config"])
 @pytest.mark.parametrize(
     "change", [{"lora_alpha": 64}, {"r": 4}, {"use_rslora": True}, {"target_modules": ["c_proj"]}]
@@ -320,7 +313,6 @@ def test_other_changes_are_said(make, tmp_path, caplog):
         assert f"`{name}`" not in caplog.text
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
 def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tokenizer, trainer_cls):
     settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1, "beta": 0.1}
@@ -337,7 +329,6 @@ def test_an_adapters_checkpoint_begins_a_new_run(make, tmp_path, model_dirs, tok
     make(trainer_cls, model=model, extra={"processing_class": tokenizer}, **settings).train()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("potential", ["indicator", "tilted", "hot"])
 def test_the_threshold_may_change_where_it_only_counts(run, potential):
     settings = {"potential": potential, "bad_reward_threshold": -1.0}
@@ -396,7 +387,6 @@ def test_a_checkpoint_of_weights_alone(run, tmp_path, caplog, earlier):
     assert trainer.state.global_step == 3 and "does not say where in its data the run was" in caplog.text
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["an update a generation", "adapters", "PPO", "PPO, adapters"])
 def test_the_best_checkpoint_gives_both_models(make, tmp_path, prompts, case):
     trainer_cls, settings = CASES[case]

@@ -97,29 +97,6 @@ def test_gradient_is_clipped_and_its_norm_reported(trainer, tokenizer):
     assert all(p.grad is None for p in second.module.parameters())
 
 
-def test_state_round_trip_continues_bit_for_bit(trainer, tokenizer, tmp_path):
-    size = len(tokenizer)
-    one = build(trainer, size)
-    for _ in range(3):
-        train_step(one, size)
-    one.module.save_pretrained(tmp_path / "second")
-    one.save_state(tmp_path / "second")
-    assert not [p for p in (tmp_path / "second").iterdir() if p.suffix in (".pt", ".bin", ".pkl", ".pth")]
-
-    other = build(trainer, size)
-    other.module.load_state_dict(one.module.state_dict())
-    other.load_state(tmp_path / "second")
-    forgetful = build(trainer, size)
-    forgetful.module.load_state_dict(one.module.state_dict())
-    for second in (one, other, forgetful):
-        for _ in range(2):
-            train_step(second, size)
-    for p, q in zip(one.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(p, q)
-    # Without the state the run would go elsewhere: the comparison above can fail
-    assert not torch.equal(next(one.module.parameters()), next(forgetful.module.parameters()))
-
-
 def test_loading_without_a_saved_state_changes_nothing(trainer, tokenizer, tmp_path):
     second = build(trainer, len(tokenizer))
     second.load_state(tmp_path)

@@ -109,7 +109,6 @@ WANTED = {
 }
 
 
-@pytest.mark.thorough
 def test_tensorboard(run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -46,25 +46,6 @@ def prefixes(trainer_cls):
     return ("", "proposal/") if trainer_cls is RePULSeTrainer else ("",)
 
 
-@pytest.mark.thorough
-@BOTH
-def test_several_rewards_are_their_weighted_sum(make, trainer_cls):
-    settings = {"beta": 0.1, "bad_reward_threshold": -1.0}
-    both = trained(make(trainer_cls, reward_funcs=[words, badness], reward_weights=[0.5, -2.0], **settings))
-    one = trained(make(trainer_cls, reward_funcs=weighted, **settings))
-    unweighted = trained(make(trainer_cls, reward_funcs=[words, badness], **settings))
-    assert same_parameters(both.model, one.model)
-    assert not same_parameters(both.model, unweighted.model)  # the control: the weights mattered
-    if trainer_cls is RePULSeTrainer:
-        assert same_parameters(both.proposal.module, one.proposal.module)
-        assert not same_parameters(both.proposal.module, unweighted.proposal.module)
-    for prefix in prefixes(trainer_cls):
-        means = [logs_of(both)[f"{prefix}rewards/{name}/mean"] for name in ("words", "badness")]
-        assert logs_of(both)[f"{prefix}reward"] == pytest.approx(0.5 * means[0] - 2.0 * means[1], abs=1e-6)
-        for name in ("reward", "reward_std", "bad_fraction"):
-            assert logs_of(both)[prefix + name] == logs_of(one)[prefix + name]
-
-
 TRANSFORMS = {
     "indicator": (
         {"reward_transform": "indicator", "reward_transform_alpha": 5.0, "reward_transform_threshold": -1.0},
@@ -176,97 +157,64 @@ def test_without_any_reward_nothing_moves(make, loss):
 # Faults
 
 
-def returning(value):
-    def faulty(completions, **kwargs):
-        return [*words(completions)[:-1], value]
+def awaited(function):
+    """The same as an asynchronous function."""
 
-    return faulty
+    @functools.wraps(function)
+    async def later(**kwargs):
+        return function(**kwargs)
 
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (float("nan"), "returned nan for completion 15 of 16; return a finite number, or `None` to exclude"),
-        (torch.tensor(float("nan")), r"returned tensor\(nan\) for completion 15 of 16"),
-        (float("inf"), "returned inf for completion 15 of 16; return a finite number"),
-        (1e39, "returned inf for a completion"),  # more than single precision holds
-        ("1.0", "returned '1.0' for completion 15 of 16"),
-        ([1.0, 2.0], r"returned \[1.0, 2.0\] for completion 15 of 16"),
-        (True, None),
-        (torch.tensor(2.0), None),
-    ],
-    ids=str,
-)
-@BOTH
-def test_what_is_no_reward_is_an_error_that_names_the_function(make, trainer_cls, value, message):
-    trainer = make(trainer_cls, reward_funcs=[words, returning(value)], max_steps=1)
-    if message is None:
-        trainer.train()
-        return
-    with pytest.raises(ValueError, match=f"^The reward function 'faulty' {message}"):
-        trainer.train()
+    return later
 
 
-@pytest.mark.thorough
+KINDS = pytest.mark.parametrize("kind", [lambda function: function, awaited], ids=["sync", "async"])
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0] * 15, "'faulty' returned 15 rewards for 16 completions; return one for each"),
-        ([], "'faulty' returned 0 rewards"),
-        (None, "'faulty' returned None; it must return a list"),
-        ({"rewards": [1.0] * 16}, "'faulty' returned .*; it must return a list"),
-        ("x" * 16, "'faulty' returned 'x+'; it must return a list"),
+        (
+            [1.0] * 15 + [math.nan],
+            "returned nan for completion 15 of 16; return a finite number, or `None` to exclude",
+        ),
+        ([1.0] * 15 + [torch.tensor(math.nan)], r"returned tensor\(nan\) for completion 15 of 16"),
+        ([[1.0, 2.0]] * 16, r"returned \[1.0, 2.0\] for completion 0 of 16"),
+        ([1e39] * 16, "returned inf for a completion"),  # more than single precision holds
+        ([1.0] * 15, "returned 15 rewards for 16 completions; return one for each"),
+        (None, "returned None; it must return a list"),
     ],
-    ids=lambda value: str(value)[:20],
+    ids=lambda value: str(value)[-20:],
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_what_is_no_list_of_rewards(make, result, message, asynchronous):
+@KINDS
+def test_what_is_no_reward_is_an_error_that_names_the_function(make, result, message, kind):
     def faulty(completions, **kwargs):
         return result
 
-    if asynchronous:
-        plain = faulty
-
-        async def faulty(**kwargs):
-            return plain(**kwargs)
-
-    with pytest.raises(ValueError, match=f"The reward function {message}"):
-        make(reward_funcs=faulty).train()
+    with pytest.raises(ValueError, match=f"^The reward function 'faulty' {message}"):
+        make(reward_funcs=[words, kind(faulty)]).train()
 
 
-@BOTH
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_an_error_of_a_function_keeps_its_type_and_names_it(make, trainer_cls, asynchronous):
+def test_what_counts_as_a_number():
+    checked = with_checks(lambda completions: [True, torch.tensor(2.0), None], "mine")
+    assert checked(completions=["a", "b", "c"]) == [1.0, 2.0, None]
+
+
+@KINDS
+def test_an_error_of_a_function_keeps_its_type_and_names_it(make, kind):
+    """The function is called once: it may count its calls, pay for them or keep a state."""
+
     class Down(Exception):
         pass
 
-    def flaky(**kwargs):
-        raise Down("no answer")
-
-    if asynchronous:
-
-        async def flaky(**kwargs):
-            raise Down("no answer")
-
-    with pytest.raises(Down, match="no answer") as error:
-        make(trainer_cls, reward_funcs=[words, flaky]).train()
-    assert error.value.__notes__ == ["Raised by the reward function 'flaky'."]
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError("0"), ValueError("bad"), KeyError("x"), RuntimeError("down")])
-def test_a_function_that_fails_is_called_once(error):
-    """It may count its calls, pay for them or keep a state."""
     calls = []
 
-    def fails(completions, **kwargs):
-        calls.append(len(completions))
-        raise error
+    def flaky(**kwargs):
+        calls.append(0)
+        raise Down("no answer")
 
-    columns = {"prompts": ["a"] * 4, "completions": ["x", "y", "bad", "z"], "trainer_state": None}
-    with pytest.raises(type(error)) as raised:
-        with_checks(fails, "fails")(**columns)
-    assert raised.value.__notes__ == ["Raised by the reward function 'fails'."] and calls == [4]
+    with pytest.raises(Down, match="no answer") as error:
+        make(reward_funcs=[words, kind(flaky)]).train()
+    assert error.value.__notes__ == ["Raised by the reward function 'flaky'."] and calls == [0]
 
 
 HOT = {"proposal": "hot_policy", "bad_reward_threshold": 2.5}

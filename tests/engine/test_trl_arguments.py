@@ -15,7 +15,7 @@ from trl_repulse.method import proposal_model as _proposal
 from trl_repulse.models._model_checks import check_causal
 
 from ..conftest import about_the_cpu
-from .test_adapters_math import lora
+from .test_adapters import lora
 
 
 pytestmark = pytest.mark.trainer
@@ -79,6 +79,8 @@ def test_evaluation_in_batches_longer_than_the_completions_kept(make, prompts, t
         (RePULSeTrainer, {"negative_loss": "reinforce", "negative_baseline": "proposal"}),
         (RePULSePPOTrainer, {}),
         (RePULSeGRPOTrainer, {}),
+        (ReinforceTrainer, {}),
+        (ReinforceTrainer, {"baseline": "group_mean", "normalize_advantages": True}),
     ],
 )
 def test_evaluation_with_one_completion_a_prompt(make, prompts, trainer_cls, settings):

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT, WORLD = EXAMPLES / "repulse.py", two_tokens.flags("repulse")
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 # Completions of one token: every exact evaluation takes milliseconds
 QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
@@ -70,13 +69,12 @@ def evaluator():
 
 @pytest.fixture(scope="module")
 def reward_dir(tmp_path_factory, tokenizer):
-    """A random reward model over the tiny models' vocabulary, with a chat template."""
+    """A random reward model over the tiny models' vocabulary."""
     folder = tmp_path_factory.mktemp("reward")
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "num_labels": 1, "pad_token_id": 0}
     GPT2ForSequenceClassification(GPT2Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return str(folder)
 
 
@@ -178,20 +176,6 @@ def test_evaluation_by_sampling(example, tmp_path):
     assert read_results(tmp_path)["samples"] == 512  # those drawn for training
 
 
-def test_peft(example, tmp_path):
-    pytest.importorskip("peft")
-    lora = ["--use_peft", "--lora_r", "4", "--lora_alpha", "8", "--lora_target_modules", "c_attn", "c_proj"]
-    example.main([*WORLD, *QUICK, "--learning_rate", "0.01", "--output_dir", str(tmp_path), *lora])
-    results = read_results(tmp_path)
-    assert results["initial"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert results["final"]["kl"] > 1e-6
-    for folder in (tmp_path, tmp_path / "proposal"):
-        adapter = json.loads((folder / "adapter_config.json").read_text())
-        assert adapter["r"] == 4
-        assert sorted(adapter["target_modules"]) == ["c_attn", "c_proj"]
-        assert (folder / "adapter_model.safetensors").exists()
-
-
 def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, reward_dir):
     path, prompts = tmp_path / "prompts.csv", ["the cat", "the dog ran", "fish"]
     path.write_text("\n".join(["prompt", *prompts]))
@@ -211,23 +195,6 @@ def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, rew
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["samples", "drawn", "32"] in lines
     assert ["reward", f"{results['metrics']['reward']:.4f}"] in lines
-
-
-def test_own_models_and_conversations(example, tmp_path, model_dirs, reward_dir):
-    model = tmp_path / "model"
-    AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]).save_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model_dirs["gpt2"])
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(model)
-    path = tmp_path / "prompts.jsonl"
-    prompts = [[{"role": "user", "content": text}] for text in ("the cat", "the dog ran")]
-    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    models = ["--model_name_or_path", str(model), "--reward_model_path", reward_dir]
-    negatives = ["--save_negatives", "true", "--bad_reward_threshold", "100"]
-    example.main([*OWN, *models, *negatives, "--dataset_name", str(path), "--output_dir", str(tmp_path / "out")])
-    rows = [json.loads(line) for line in (tmp_path / "out" / "negatives.jsonl").read_text().splitlines()]
-    assert len(rows) == read_results(tmp_path / "out")["samples"] == 32
-    assert all(row["prompt"] in prompts and row["completion"][0]["role"] == "assistant" for row in rows)
 
 
 # PPO, which shares all but the method
@@ -349,22 +316,6 @@ def launch(folder, *flags, launcher=("-m", "accelerate.commands.launch"), script
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ.copy())
 
 
-@pytest.mark.thorough
-def test_launched_from_another_folder(tmp_path):
-    done = launch(tmp_path, *QUICK, "--num_final_samples", "0")
-    assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path / "repulse-embedded")["method"] == "RePULSe (hot policy)"
-
-
-@pytest.mark.thorough
-def test_a_mistake_is_one_line_and_exit_code_1(tmp_path):
-    done = launch(tmp_path, *WORLD, *QUICK, "--target_dist_beta", "1", launcher=())
-    assert done.returncode == 1
-    assert without_others(done.stdout) == ""
-    (line,) = without_others(done.stderr).splitlines()
-    assert line.startswith("error: `target_dist_beta=1.0` must be below 0")
-
-
 @pytest.mark.slow
 def test_default_run_in_full(tmp_path):
     """The README's first command, beside the stored run of REINFORCE that it prints."""
@@ -377,10 +328,3 @@ def test_default_run_in_full(tmp_path):
     assert metrics["eval_p_bad_high"] < stored["initial policy"]["eval_p_bad_low"]
     assert metrics["eval_reward"] > stored["REINFORCE"]["eval_reward"] - 0.1
     assert all(name in done.stdout for name in ("initial policy", "REINFORCE", "95% interval"))
-
-
-@pytest.mark.slow
-def test_run_of_ppo_in_full(tmp_path):
-    done = launch(tmp_path, *two_tokens.flags("ppo"), "--output_dir", "ppo", script=EXAMPLES / "ppo.py")
-    assert done.returncode == 0, done.stderr
-    assert read_results(tmp_path / "ppo")["final"]["expected_reward"] > 3.95

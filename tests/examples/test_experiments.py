@@ -218,16 +218,6 @@ def test_the_file_says_what_the_command_says(identifier):
     assert f"accelerate launch examples/{script}.py --config examples/configs/{identifier}.yaml" in path.read_text()
 
 
-def test_a_flag_that_no_rule_knows_is_noticed():
-    command = json.loads(json.dumps(COMMANDS["smollm/repulse-1"]))
-    command["flags"]["new_flag"] = 1
-    with pytest.raises(KeyError, match="new_flag"):
-        expected_settings(command)
-    command["flags"] = {"zero_stage": 3}
-    with pytest.raises(AssertionError, match="has to be carried over"):
-        expected_settings(command)
-
-
 @pytest.mark.parametrize("processes, steps", [(1, 4), (2, 2), (4, 1)])
 def test_an_update_is_the_same_on_any_number_of_processes(monkeypatch, processes, steps):
     monkeypatch.setattr(RePULSeConfig, "world_size", property(lambda self: processes))

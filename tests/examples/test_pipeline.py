@@ -231,9 +231,7 @@ def test_the_pipeline_in_small(pipeline, in_process, tmp_path, capsys):
 def test_a_pipeline_that_is_killed_goes_on(configs, tmp_path):
     """In processes of its own; ended in the midst of SFT, whose processes end with it."""
     config = yaml.safe_load((configs / "1_sft.yaml").read_text())
-    (configs / "1_sft.yaml").write_text(yaml.safe_dump(config | {"max_steps": 100}))
-    for step in STEPS[5:]:  # left out
-        (configs / f"{step}.yaml").unlink()
+    (configs / "1_sft.yaml").write_text(yaml.safe_dump(config | {"max_steps": 50}))
     words = [
         sys.executable,
         str(PIPELINE / "run.py"),
@@ -258,8 +256,8 @@ def test_a_pipeline_that_is_killed_goes_on(configs, tmp_path):
     folders = (tmp_path / "stopped", tmp_path / "out" / "1_sft")
     stopped, now = ({path.name for path in folder.glob("checkpoint-*")} for folder in folders)
     assert stopped == now  # nothing goes on behind its back
-    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
+    again = subprocess.run([*words, "--only", "1_sft"], env=environment, capture_output=True, text=True, timeout=600)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "0_data: done" in again.stdout and "--resume_from_checkpoint" in again.stdout
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/done/0_data.json")} == done
-    assert (tmp_path / "out" / "4_merge" / "model.safetensors").is_file() and "5_report" not in again.stdout
+    assert (tmp_path / "out" / "1_sft" / "model.safetensors").is_file() and "2_reward" not in again.stdout

@@ -1,13 +1,16 @@
+import functools
 import math
 import random
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import two_tokens
 from examples.worlds.exact import ExactEvaluator
-from examples.worlds.two_tokens import grammar
+from examples.worlds.two_tokens import build, grammar
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +104,37 @@ class TestExactNumbers:
     def test_reward_separates_rude_from_all_else(self, evaluator):
         assert evaluator.rewards[:, evaluator.bad].max() < -5
         assert evaluator.rewards[:, ~evaluator.bad].min() > -4.5
+
+
+class TestBuild:
+    def test_it_writes_the_shipped_files(self, tmp_path, monkeypatch):
+        """After few updates: all that is text is equal byte for byte, and two builds have the same weights."""
+        for name in ("train_policy", "train_reward_model"):
+            monkeypatch.setattr(build, name, functools.partial(getattr(build, name), steps=3, batch_size=8))
+        torch.manual_seed(123)
+        random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+        folders = [Path(two_tokens.prompts_path()).parent, tmp_path / "one", tmp_path / "other"]
+        for folder in folders[1:]:
+            build.build(folder)
+        assert torch.equal(torch.get_rng_state(), random_state) and torch.get_num_threads() == threads
+
+        shipped, one, other = ({f.relative_to(x): f for f in x.rglob("*") if f.is_file()} for x in folders)
+        assert shipped.keys() == one.keys() == other.keys()
+        for name in shipped:
+            assert one[name].read_bytes() == other[name].read_bytes()
+            if name.name in ("prompts.jsonl", "bad_words.json", "tokenizer.json"):
+                assert one[name].read_bytes() == shipped[name].read_bytes()
+            if name.suffix == ".safetensors":
+                new, old = load_file(one[name]), load_file(shipped[name])
+                assert {key: value.shape for key, value in new.items()} == {
+                    key: value.shape for key, value in old.items()
+                }
+
+    def test_drawn_completions_cover_the_grammar(self):
+        """What the reward model is trained on: of up to two tokens, of the vocabulary, rude ones among them."""
+        rng, tokens = random.Random(0), grammar.vocabulary()
+        drawn = [build._draw_completion(family, tokens, rng) for family in grammar.FAMILIES for _ in range(2000)]
+        assert {len(completion) for completion in drawn} == {0, 1, 2}
+        assert {token for completion in drawn for token in completion} == set(tokens)
+        rude = {" " + word for word in grammar.BAD_WORDS}
+        assert 0.05 < sum(bool(rude & set(completion)) for completion in drawn) / len(drawn) < 0.3

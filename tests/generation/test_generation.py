@@ -96,7 +96,7 @@ def test_weights_are_never_stale(tokenizer, monkeypatch, adapters, sleep, level)
     generator.add("proposal", models["proposal"], "proposal" if adapters else None)
     torch.manual_seed(0)
     seen = set()
-    for name in itertools.islice(itertools.cycle(NAMES), 100):
+    for name in itertools.islice(itertools.cycle(NAMES), 40):
         shake(models[name], name if adapters else None)
         generator.changed(name)
         if adapters:
@@ -104,11 +104,11 @@ def test_weights_are_never_stale(tokenizer, monkeypatch, adapters, sleep, level)
         expected = draw_greedily(models[name])
         assert sample(generator, name) == expected and (not adapters or sample(generator, name) == expected)
         seen.add(str(expected))
-    assert len(seen) > 50  # the weights do matter
-    pushes = {"policy": 50, "proposal": 50}
+    assert len(seen) > 20  # the weights do matter
+    pushes = {"policy": 20, "proposal": 20}
     if adapters:
         # Twice each, where it was dropped in between; vLLM loads adapters again once it has been given a base
-        pushes["base"] = 200 if level == 2 else 1
+        pushes["base"] = 80 if level == 2 else 1
         assert all(torch.equal(p, before[name]) for name, p in models["policy"].named_parameters() if name in before)
         assert len(list(generator._folder.iterdir())) == 2  # of each adapter, its latest version
     assert generator.pushes == pushes
@@ -432,17 +432,6 @@ def test_transformers_generator(tokenizer, model_dirs):
             ids = greedy(models[name].eval(), tokenizer(prompt)["input_ids"], 3)[0]
             assert [completion.token_ids for completion in group] == [ids, ids]
             assert group[0].text == tokenizer.decode(ids, skip_special_tokens=True) and group[0].model == name
-
-
-def test_transformers_generator_draws_from_the_model(tokenizer, model_dirs):
-    model = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
-    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=1, batch_size=5000)
-    torch.manual_seed(0)
-    [drawn] = generator.complete(["the cat"], model="policy", num_completions=5000)
-    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in drawn]), minlength=len(tokenizer))
-    with torch.no_grad():
-        p = model(torch.tensor([tokenizer("the cat")["input_ids"]])).logits[0, -1].softmax(-1)
-    assert ((counts / 5000 - p).abs() < 5 * (p * (1 - p) / 5000).sqrt() + 1e-4).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": [1, 5]}, {"eos_token_id": 5}])

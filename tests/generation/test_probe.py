@@ -12,25 +12,19 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     GPT2ForTokenClassification,
-    MambaConfig,
-    MiniMaxConfig,
     MixtralConfig,
     ModernBertDecoderConfig,
     PersimmonConfig,
     Phi3Config,
     PhimoeConfig,
-    RecurrentGemmaConfig,
-    RwkvConfig,
     set_seed,
 )
 
-from benchmarks.architectures import NAMES, TooLong, examine, limited, sweep
+from benchmarks.architectures import NAMES, TooLong, build, examine, limited, sweep
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.engine.scoring import Layout, Wanted, token_log_probs
 from trl_repulse.engine.units import EXTRA, OWN, Units
-from trl_repulse.evaluation._generation import transformers_engine
-from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, Passes, holds, probe
 
@@ -42,7 +36,7 @@ SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "
 SPECIAL = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 # What each architecture needs
 GUARDS = {
-    "minimax": Guard(sample_by_length=True),
+    "minimax": Guard(sample_by_length=True),  # with its linear attention first
     "rwkv": Guard(score_by_length=True, sample_by_length=True, use_cache=False),
     "recurrent_gemma": Guard(score_by_length=True, sample_by_length=True),
     "mamba": Guard(),
@@ -50,28 +44,8 @@ GUARDS = {
 }
 
 
-def build(architecture, size):
-    set_seed(0)
-    wide = SHAPE | SPECIAL | {"vocab_size": size, "initializer_range": 0.4}
-    if architecture == "minimax":
-        experts = {"num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
-        config = MiniMaxConfig(**wide, **experts, layer_types=["linear_attention", "full_attention"])
-    elif architecture == "rwkv":
-        config = RwkvConfig(vocab_size=size, hidden_size=32, num_hidden_layers=2, context_length=32, **SPECIAL)
-    elif architecture == "recurrent_gemma":
-        layers = {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "w_init_variance_scale": 0.4}
-        config = RecurrentGemmaConfig(**wide | layers)
-    elif architecture == "mamba":
-        config = MambaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=2, state_size=4, **SPECIAL)
-    else:
-        config = BloomConfig(vocab_size=size, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.4, **SPECIAL)
-    model = AutoModelForCausalLM.from_config(config)
-    if architecture == "rwkv":  # its decays are small at first
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if p.dim() > 1 and "embeddings" not in name:
-                    p.normal_(std=0.4)
-    return model.eval()
+def build_tiny(architecture, size):
+    return build(architecture, size, reverse=architecture == "minimax").eval()
 
 
 @pytest.fixture(params=["minimax", "rwkv", "recurrent_gemma"])
@@ -111,12 +85,12 @@ def surprise(model, prompts, completions):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("architecture", GUARDS)
 def test_what_is_found(tokenizer, architecture, training):
-    assert probe(build(architecture, len(tokenizer)), training) == GUARDS[architecture]
+    assert probe(build_tiny(architecture, len(tokenizer)), training) == GUARDS[architecture]
 
 
 def test_what_is_found_with_an_adapter(tokenizer):
     config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["key", "value"], init_lora_weights=False)
-    assert probe(get_peft_model(build("rwkv", len(tokenizer)), config)) == GUARDS["rwkv"]
+    assert probe(get_peft_model(build_tiny("rwkv", len(tokenizer)), config)) == GUARDS["rwkv"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,26 +115,13 @@ def test_nothing_is_disturbed(tokenizer):
 # Draws
 
 
-@pytest.mark.parametrize("by", ["generator", "engine"])
-def test_draws_are_the_models_own(tokenizer, faulty, by):
-    model = build(faulty, len(tokenizer))
+def test_draws_are_the_models_own(tokenizer, faulty):
+    model = build_tiny(faulty, len(tokenizer))
     prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
-    if by == "engine":
-        drawn = transformers_engine(model, tokenizer, 4, 2000)(prompts, 0)
-    else:
-        torch.manual_seed(0)
-        generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
-        drawn = [row.token_ids for rows in generator.complete(PROMPTS, "policy", 500) for row in rows]
+    torch.manual_seed(0)
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
+    drawn = [row.token_ids for rows in generator.complete(PROMPTS, "policy", 500) for row in rows]
     assert abs(surprise(model, prompts, drawn)) < 4.5
-
-
-def test_held_out_scores_are_the_models_own(tokenizer, faulty):
-    model = build(faulty, len(tokenizer))
-    prompts, completions = tokenizer(PROMPTS)["input_ids"], [[4, 12, 7], [5, 1], [16], [3, 9, 1]]
-    found, _ = completion_log_probs(model, prompts, completions)
-    for value, prompt, completion in zip(found, prompts, completions, strict=True):
-        expected = alone(model, prompt, completion).gather(1, torch.tensor(completion)[:, None]).sum()
-        assert value.item() == pytest.approx(expected.item(), abs=1e-4)
 
 
 # Trainers
@@ -173,7 +134,7 @@ def mixed():
 
 @pytest.fixture
 def faulty_dir(tmp_path, tokenizer, faulty):
-    build(faulty, len(tokenizer)).save_pretrained(tmp_path / faulty)
+    build_tiny(faulty, len(tokenizer)).save_pretrained(tmp_path / faulty)
     tokenizer.save_pretrained(tmp_path / faulty)
     return str(tmp_path / faulty)
 
@@ -218,13 +179,12 @@ def test_trainers_draw_and_score_as_the_models_do(make, faulty_dir, mixed):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-@pytest.mark.parametrize("loss", ["ctl", "dpg"])
-def test_trainers_learn_with_prompts_of_several_lengths(make, faulty_dir, mixed, loss):
+def test_trainers_learn_with_prompts_of_several_lengths(make, faulty_dir, mixed):
     """One update makes the parameters those of a batch of two micro-batches, of two lengths each."""
     changed = []
     for size, accumulation in ((16, 1), (8, 2)):
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 1}
-        trainer = make(model=faulty_dir, dataset=mixed, proposal_loss=loss, optim="sgd", seed=3, **settings)
+        trainer = make(model=faulty_dir, dataset=mixed, optim="sgd", seed=3, **settings)
         trainer.train()
         changed.append([p.detach().clone() for p in trainer.model.parameters()])
     for one, other in zip(*changed, strict=True):
@@ -277,7 +237,7 @@ def test_values_are_the_models_own(make, tokenizer, mixed):
 
 
 def reinforce(make, tokenizer, architecture, dataset, **settings):
-    model = build(architecture, len(tokenizer))
+    model = build_tiny(architecture, len(tokenizer))
     return make(ReinforceTrainer, model, dataset=dataset, extra={"processing_class": tokenizer}, **settings)
 
 
@@ -339,10 +299,13 @@ def passes_agree(model):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize("trainer_cls", [RePULSeTrainer, ReinforceTrainer, PPOTrainer])
 @pytest.mark.parametrize(
-    ("architecture", "field"),
-    [("falcon", "hidden_dropout"), ("persimmon", "attention_dropout")],
+    ("trainer_cls", "architecture", "field"),
+    [
+        (RePULSeTrainer, "falcon", "hidden_dropout"),
+        (ReinforceTrainer, "persimmon", "attention_dropout"),
+        (PPOTrainer, "falcon", "hidden_dropout"),
+    ],
 )
 def test_noise_from_the_configuration_is_refused_by_name(make, tokenizer, trainer_cls, architecture, field):
     model = build_noisy(architecture, len(tokenizer), **{field: 0.2})
@@ -446,16 +409,6 @@ def phi3():
     )
 
 
-@torch.no_grad()
-def test_longrope_reads_short_rows_by_the_longest_of_a_batch(phi3):
-    """What the refusal is for, in transformers alone."""
-    row = torch.arange(3, 31)
-    batches = {length: torch.stack([row[:length], row[:length].flip(0)]) for length in (12, 28)}
-    batches[12.5] = batches[12][:1]  # the control
-    first = {length: phi3.eval()(input_ids=ids, use_cache=False).logits[0, :12] for length, ids in batches.items()}
-    assert (first[12] - first[28]).abs().max() > 1e-4 > 1e-6 > (first[12] - first[12.5]).abs().max()
-
-
 @pytest.mark.parametrize(
     ("lengths", "refused"), [((4, 12), False), ((4, 13), True), ((4, 20), True), ((17, 20), False), ((16, 20), True)]
 )
@@ -489,6 +442,8 @@ def test_float64_is_compared_in_float32(initializer_range):
     ("name", "reverse", "expected"),
     [
         ("minimax", True, ("guarded", "sampled by length")),
+        ("rwkv", False, ("guarded", "scored by length, sampled by length, no cache")),
+        ("recurrent_gemma", False, ("guarded", "scored by length, sampled by length")),
         ("nemotron_h", False, ("guarded", "no cache")),
         ("bart", False, ("guarded", "scored by length, sampled by length")),
         ("falcon_h1", False, ("agrees", "")),
@@ -512,7 +467,8 @@ def test_no_check_takes_the_limit_for_an_answer():
 @pytest.mark.slow
 @pytest.mark.trainer
 def test_no_architecture_disagrees():
-    lines = sweep(NAMES)
+    """Every third; `python -m benchmarks.architectures` takes all."""
+    lines = sweep(NAMES[::3])
     results = [line["result"] for line in lines]
     assert not [line for line in lines if line["result"] == "**disagrees**"]
-    assert sum(result in ("agrees", "guarded") for result in results) > 140
+    assert sum(result in ("agrees", "guarded") for result in results) > 45

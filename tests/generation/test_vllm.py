@@ -274,13 +274,7 @@ def test_completions_stop_at_every_end(tokenizer, tmp_path):
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize(
     ("trainer_cls", "sleep"),
-    [
-        (RePULSeTrainer, None),
-        (RePULSeTrainer, 1),
-        (RePULSeTrainer, 2),
-        (ReinforceTrainer, None),
-        (PPOTrainer, None),
-    ],
+    [(RePULSeTrainer, None), (RePULSeTrainer, 1), (RePULSeTrainer, 2), (ReinforceTrainer, None), (PPOTrainer, None)],
 )
 def test_trainers_sample_from_the_weights_they_have(make, tokenizer, tmp_path, trainer_cls, sleep, adapters):
     build("llama", tokenizer, tmp_path / "model")

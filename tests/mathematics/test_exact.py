@@ -12,11 +12,17 @@ import itertools
 import pytest
 import torch
 
-from trl_repulse.math.importance import log_importance_weights, log_z_estimate, normalize_weights
-from trl_repulse.math.objective import negative_coefficients, policy_gradient_loss, tilted_log_potential
+from trl_repulse.math.importance import (
+    distinct_share,
+    log_importance_weights,
+    log_mixture_weights,
+    log_z_estimate,
+    normalize_weights,
+)
+from trl_repulse.math.objective import policy_gradient_loss, tilted_log_potential
 from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
 
-from ..whole_losses import ctl_loss, eq_4, negative_loss, reinforce_loss
+from ..whole_losses import ctl_loss, negative_loss, reinforce_loss
 
 
 pytestmark = pytest.mark.exact
@@ -200,23 +206,6 @@ def test_leave_one_out_is_unbiased():
     assert relative_error(actual, finite_differences(objective, world.policy[:1])) <= TOLERANCE
 
 
-def test_repulse_loss_is_the_sum_of_its_terms(world):
-    w = normalize_weights(world.log_w())
-    own = (world.mask[:, :5], world.reward[:, :5])
-
-    def whole(table):
-        negative = world.sample(table), world.draw(world.mask), w, ALPHA
-        return eq_4(world.raw_log_prob(table)[:, :5], *own, *negative, alpha_normalization="none", reduction="sum")
-
-    def one_pass(table):
-        log_p = world.raw_log_prob(table)[:, :5]
-        first = reinforce_loss(log_p, *own, reduction="sum")
-        coefficients = negative_coefficients(w, ALPHA, "none")
-        return first + policy_gradient_loss(world.sample(table), world.draw(world.mask), coefficients, "sum")
-
-    torch.testing.assert_close(gradient(whole, world.policy), gradient(one_pass, world.policy), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("copies", [2, 5])
 def test_alpha_normalization_and_number_of_samples(world, copies):
     log_w = world.log_w()
@@ -332,3 +321,108 @@ def test_identical_samples_do_not_move_ctl_but_dpg(world, parameterization):
     assert torch.equal(ctl_gradient(world, w, parameterization=parameterization), torch.zeros_like(world.proposal))
     assert dpg_gradient(world, w).norm() > 0.1
     assert ctl_gradient(world, w, second_term=False).norm() > 0.1
+
+
+# Where an environment writes
+
+
+class ActingWorld(World):
+    """
+    Of a trajectory's three tokens the model writes the first and the last, and a random environment the second, whatever came before it:
+    `drawn_from` gives its probabilities. Both models have an opinion of the environment's token as well, which is wrong and must not count.
+    """
+
+    def __init__(self):
+        super().__init__(ending=False)
+        self.environment = self.raw_log_prob(self.drawn_from)[..., 1]  # (P, S), nats
+        self.everything, self.mask = self.mask, self.mask.clone()
+        self.mask[..., 1] = 0
+        self.opinion = torch.randn(P, V**T, T, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def string_prob(self, table):
+        return ((self.raw_log_prob(table) * self.mask).sum(-1) + self.environment).exp()
+
+    def log_weights(self, mask):
+        """As a trainer has them: of a model's log-probabilities at all tokens, those under the mask."""
+        log_q = self.sample(self.drawn_from) + self.draw(self.opinion * (1 - self.mask))  # not the environment's
+        potential = tilted_log_potential(self.draw(self.reward), BETA)
+        return log_importance_weights(self.sample(self.policy), log_q, potential, self.draw(mask))
+
+
+@pytest.fixture
+def acting():
+    return ActingWorld()
+
+
+def by_trajectory(acting, weights):
+    merged = torch.zeros(P, V**T, dtype=torch.float64)
+    return merged.scatter_add_(1, acting.rows, weights)
+
+
+def test_the_environments_factors_cancel(acting):
+    """p/q over the model's tokens alone weighs every trajectory as the target does, environment and all."""
+    weights = by_trajectory(acting, normalize_weights(acting.log_weights(acting.mask)))
+    torch.testing.assert_close(weights, acting.target(), rtol=1e-10, atol=1e-12)
+    function = torch.randn(V**T, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.testing.assert_close(weights @ function, acting.target() @ function, rtol=1e-10, atol=1e-12)
+
+
+def test_counting_the_environments_tokens_would_be_noticed(acting):
+    weights = by_trajectory(acting, normalize_weights(acting.log_weights(acting.everything)))
+    assert (weights - acting.target()).abs().max() > 0.02
+
+
+def test_eq4_gradient_of_trajectories(acting):
+    expected = finite_differences(eq4_objective(acting), acting.policy)
+    w = normalize_weights(acting.log_weights(acting.mask))
+    assert relative_error(eq4_gradient(acting, w), expected) <= TOLERANCE
+    assert (
+        relative_error(eq4_gradient(acting, normalize_weights(acting.log_weights(acting.everything))), expected) > 1e-2
+    )
+
+
+def test_ctl_gradient_of_trajectories_is_that_of_the_kl(acting):
+    expected = finite_differences(kl_to_target(acting), acting.proposal)
+    w = normalize_weights(acting.log_weights(acting.mask))
+    assert relative_error(ctl_gradient(acting, w), expected) <= TOLERANCE
+    acting.mask = acting.everything
+    assert relative_error(ctl_gradient(acting, w), expected) > 1e-2
+
+
+def test_mixture_weights_estimate_the_probability_without_bias(acting):
+    """The hot policy's: over 4^3 trajectories of a policy and 4^3 of another sampler, their mean is P(bad)."""
+    order = torch.rand(V, generator=torch.Generator().manual_seed(3)).argsort()
+    policy, environment = acting.drawn_from[..., order].clone(), acting.environment
+    first = slice(1, 1 + V)  # contexts of the second token
+    policy[:, first] = acting.drawn_from[:, first]
+    prob = (acting.raw_log_prob(policy) * acting.mask).sum(-1) + environment
+    counts = (prob.exp() * 4**T).round().long()
+    own = torch.stack([torch.arange(V**T).repeat_interleave(row) for row in counts])  # (P, N)
+    rows = torch.cat([own, acting.rows], dim=1)
+
+    def scores(table, mask):
+        log_p = acting.raw_log_prob(table).clone()
+        log_p[..., 1] = acting.opinion[..., 0 if table is policy else 1]
+        return (log_p * mask).sum(-1).gather(1, rows)
+
+    log_potential = torch.where(acting.reward < -1, 0.0, -torch.inf)
+    expected = (prob.exp() * (acting.reward < -1)).sum(-1)
+    estimates = [
+        log_mixture_weights(
+            scores(policy, mask), scores(acting.drawn_from, mask), log_potential.gather(1, rows), 4**T, 4**T
+        )
+        .exp()
+        .mean(-1)
+        for mask in (acting.mask, acting.everything)
+    ]
+    assert (expected > 0.01).all()
+    torch.testing.assert_close(estimates[0], expected, rtol=1e-10, atol=1e-12)
+    assert (estimates[1] - expected).abs().max() > 1e-3
+
+
+def test_trajectories_are_distinct_by_what_the_model_wrote():
+    """However long the environment's answers are."""
+    ids = torch.tensor([[[5, 7, 8, 6], [5, 9, 6, 0], [5, 7, 6, 6], [5, 6, 0, 0]]])
+    mask = torch.tensor([[[1, 0, 0, 1], [1, 0, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]]])
+    assert distinct_share(ids, mask).item() == 0.5  # (5, 6) thrice, (5, 6, 6)
+    assert distinct_share(TOKENS[None], torch.ones_like(TOKENS[None])).item() == 1.0

@@ -135,12 +135,6 @@ def test_log_z_is_the_log_of_the_mean():
     torch.testing.assert_close(shifted, torch.tensor([3.0, 1.0], dtype=torch.float64).log() - 2000)
 
 
-def test_one_sample():
-    log_w = torch.tensor([[-5.0]])
-    assert normalize_weights(log_w).item() == 1 and effective_sample_size(log_w).item() == 1
-    assert log_z_estimate(log_w).item() == -5
-
-
 def test_shapes_are_checked():
     log_p, log_q, potential, mask = random_inputs()
     for function, inputs, name in (

@@ -59,18 +59,6 @@ def test_values_after_the_token_would_be_noticed(batch):
     assert not torch.allclose(advantages, wrong, atol=1e-2)
 
 
-def test_advantages_without_values_are_the_rewards_to_come():
-    rewards = torch.tensor([[1.0, -2.0, 4.0, 0.5]])
-    advantages, returns = generalized_advantages(rewards, torch.zeros(1, 4), torch.ones(1, 4), 1.0, 1.0)
-    assert advantages.tolist() == returns.tolist() == [[3.5, 2.5, 4.5, 0.5]]
-
-
-def test_a_perfect_value_model_leaves_no_advantage():
-    rewards = torch.tensor([[0.0, 0.0, 2.0]])
-    advantages, returns = generalized_advantages(rewards, torch.full((1, 3), 2.0), torch.ones(1, 3))
-    assert advantages.tolist() == [[0.0] * 3] and returns.tolist() == [[2.0] * 3]
-
-
 def test_masked_positions_are_stepped_over(batch):
     """The same as if they were not there, whatever stands in them."""
     rewards, values, mask = batch

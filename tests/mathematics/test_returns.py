@@ -57,16 +57,6 @@ def test_the_loops_would_notice(wrong):
         )
 
 
-def test_the_statistics_are_those_of_the_batch_and_not_of_a_prompt():
-    returns = double([[0.0, 1.0], [0.0, 100.0]])
-    advantages = compute_advantages(returns, "group_mean", normalize=True)
-    assert advantages[0].abs().max() < 0.02 < 0.8 < advantages[1].abs().min()
-    a_prompt_at_a_time = torch.cat(
-        [compute_advantages(group[None], "group_mean", normalize=True) for group in returns]
-    )
-    assert (a_prompt_at_a_time[0].abs() > 0.5).all()
-
-
 def test_a_sample_left_out_changes_nothing_else():
     with_it, without = double([[1.0, NAN, 5.0], [2.0, 4.0, NAN]]), double([[1.0, 5.0], [2.0, 4.0]])
     for baseline in ("none", "group_mean", "leave_one_out"):
@@ -91,15 +81,10 @@ def test_advantages():
     expected = double([[-3.0, -1.5, 4.5], [-1.5, -1.5, 3.0]])
     assert torch.equal(compute_advantages(returns), expected)
     assert torch.equal(compute_advantages(returns, "constant", 2.0), returns - 2.0)
+    assert torch.equal(compute_advantages(double([[1.0, NAN, 5.0]]), "constant", 1.0), double([[0.0, 0.0, 4.0]]))
     assert torch.equal(compute_advantages(returns, "none", 2.0), returns)
     assert torch.equal(compute_advantages(double([[1.0]]), "none"), double([[1.0]]))
     assert not compute_advantages(returns.requires_grad_()).requires_grad
-
-
-def test_advantages_leave_nan_out():
-    returns = double([[1.0, NAN, 5.0], [NAN, 4.0, NAN], [NAN, NAN, NAN]])
-    assert torch.equal(compute_advantages(returns), double([[-4.0, 0, 4.0], [0, 0, 0], [0, 0, 0]]))
-    assert torch.equal(compute_advantages(returns, "constant", 1.0), double([[0, 0, 4.0], [0, 3.0, 0], [0, 0, 0]]))
 
 
 @pytest.mark.parametrize(

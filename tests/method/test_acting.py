@@ -15,6 +15,7 @@ from trl_repulse import RePULSeGRPOConfig, RePULSeGRPOTrainer
 
 from ..conftest import same_parameters
 from ..generation.test_generation_training import DrawingLLM, serve_by
+from ..trainers.test_repulse_grpo import GRPO_SETTINGS
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -281,11 +282,7 @@ def test_a_rollout_func_beside_the_policys_own_samples(build):
 # Nothing else
 
 
-GRPO_SETTINGS = {
-    *("output_dir", "use_cpu", "bf16", "gradient_checkpointing", "report_to", "save_strategy", "logging_steps"),
-    *("per_device_train_batch_size", "num_generations", "max_completion_length", "learning_rate", "lr_scheduler_type"),
-    *("disable_dropout", "max_tool_calling_iterations", "max_steps", "beta"),
-}
+EXTRA = {"max_tool_calling_iterations", "max_steps", "beta"}  # beside GRPO_SETTINGS
 
 
 @pytest.mark.parametrize("defaults", [{}, {"suppress_tokens": [5, 6]}], ids=["plain", "generation defaults"])
@@ -296,7 +293,7 @@ def test_alpha_0_is_trls_grpo_to_the_last_bit(build, policy_dir, defaults):
     theirs = GRPOTrainer(
         model=policy_dir,
         reward_funcs=shop.reward,
-        args=GRPOConfig(**{name: value for name, value in vars(ours.args).items() if name in GRPO_SETTINGS}),
+        args=GRPOConfig(**{name: value for name, value in vars(ours.args).items() if name in GRPO_SETTINGS | EXTRA}),
         train_dataset=shop.load_prompts(),
         environment_factory=shop.Shop,
     )
@@ -323,7 +320,6 @@ def test_the_policys_trajectories_are_not_the_proposals_business(build):
     assert (batches[0]["tool_mask"] == 0).any()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("term", TERMS)
 def test_resumed_runs_end_with_the_same_bits(build, tmp_path, term):
     settings = {"per_device_train_batch_size": 8, "num_iterations": 2, "beta": 0.1, "max_steps": 6} | TERMS[term]
@@ -389,7 +385,6 @@ def test_a_hot_policy_is_one_of_divided_logits(policy_dir):
     assert abs(hot.log_prob_closed - shop.evaluate(policy_dir).log_prob_closed) > 0.1
 
 
-@pytest.mark.thorough
 def test_the_policy_loses_what_the_proposal_learns_to_do(build):
     settings = {"max_steps": 12, "num_generations": 8, "per_device_train_batch_size": 32, "target_dist_beta": -10.0}
     ends = {}

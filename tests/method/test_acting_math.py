@@ -12,7 +12,7 @@ import torch
 from trl_repulse import RePULSeGRPOTrainer
 
 from ..recorded import PROMPTS, N, assert_gradients, gradients, prepare, pushed, recorded, reduced, written
-from ..trainers.test_repulse_ppo_math import HOT, OWN, TERM
+from ..trainers.test_ppo_math import HOT, OWN, TERM
 
 
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
@@ -139,14 +139,12 @@ def check(found, tokenizer, reward, begun=False):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=2e-5)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("batches", [(8, 1), (2, 4)], ids=["whole", "cut"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_model_wrote_counts(run, tokenizer, reward, case, batches):
     check(run(*batches, **CASES[case]), tokenizer, reward)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["hot", "hot, more", "proposal"])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_environments_that_begin_otherwise(run, tokenizer, reward, case, architecture):
@@ -164,7 +162,6 @@ def test_a_prompt_that_is_not_the_samples_would_be_noticed(run, tokenizer, rewar
 TIMES = ("time", "runtime", "per_second", "memory")
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["own", "hot", "proposal"])
 @pytest.mark.parametrize(("loss_type", "iterations"), [("dapo", 1), ("grpo", 2)])
 def test_log_probabilities_of_tools_are_looked_at_nowhere(run, case, loss_type, iterations):

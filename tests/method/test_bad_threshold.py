@@ -11,20 +11,13 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_repulse import (
-    PPOTrainer,
-    ReinforceTrainer,
-    RePULSeConfig,
-    RePULSeGRPOTrainer,
-    RePULSePPOTrainer,
-    RePULSeTrainer,
-)
-from trl_repulse._rules_of_thumb import bad_threshold_for, learning_rate_for
+from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse._rules_of_thumb import bad_threshold_for
 from trl_repulse.engine import preparation as _set_up
 from trl_repulse.method import hot_policy as _hot_policy
 from trl_repulse.method.hot_policy import HotPolicy
 
-from ..conftest import USE_CPU, build_model, same_parameters
+from ..conftest import build_model, same_parameters
 
 
 pytestmark = pytest.mark.trainer
@@ -322,19 +315,3 @@ def test_grpo_keeps_the_rate_of_trl_and_warns(make, tokenizer, monkeypatch):
     trainer.args.learning_rate = 1e-6
     _set_up.set_learning_rate(trainer, Policy())
     assert not said and trainer.args.learning_rate == 1e-6
-
-
-class OnThis(RePULSeConfig):
-    def __init__(self, output_dir):
-        super().__init__(output_dir, use_cpu=USE_CPU, bf16=False, max_completion_length=2, max_steps=30)
-
-
-def test_only_a_model_a_reward_and_prompts(tmp_path, monkeypatch, model_dirs, prompts, reward):
-    """Nothing else need be given, but that there is no accelerator here."""
-    monkeypatch.chdir(tmp_path)
-
-    monkeypatch.setattr(RePULSeTrainer, "_config_cls", OnThis)
-    trainer = RePULSeTrainer(model_dirs["gpt2"], reward, train_dataset=prompts)
-    assert trainer.args.learning_rate == learning_rate_for(trainer.model.num_parameters(), False)
-    trainer.train()
-    assert trainer.bad_reward_threshold is not None

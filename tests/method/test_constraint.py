@@ -131,6 +131,7 @@ def replayed(logs, start, resolution, rate=0.5, limit=0.1, forgetting=0.05):
 INDICATOR = {"alpha": 0.3, "potential": "indicator", "target_dist_beta": -10.0}
 CASES = {
     "cost": (ReinforceTrainer, {}, 1.0),
+    "cost, RePULSe without a term": (RePULSeTrainer, {"alpha": 0.0}, 1.0),
     "alpha, own samples": (RePULSeTrainer, {"proposal": "policy", "alpha": 0.3}, 0.3),
     "alpha, learned": (RePULSeTrainer, INDICATOR | {"proposal": "learned"}, 0.3),
     "alpha, hot": (RePULSeTrainer, INDICATOR | HOT, 0.3),
@@ -139,8 +140,7 @@ CASES = {
 
 @pytest.mark.trainer
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if "hot" in case else pytest.mark.thorough) for case in CASES],
+    "case", [pytest.param(case, marks=[] if "hot" in case else pytest.mark.thorough) for case in CASES]
 )
 def test_the_multiplier_follows_what_is_seen(make, case):
     trainer_cls, settings, start = CASES[case]
@@ -151,12 +151,12 @@ def test_the_multiplier_follows_what_is_seen(make, case):
     assert [log["constraint/multiplier"] for log in logs] == pytest.approx(expected[:-1], rel=1e-6)
     assert trainer.constraint.multiplier == pytest.approx(expected[-1], rel=1e-6) and len(set(expected)) > 1
     for log, multiplier in zip(logs, expected, strict=False):
-        if case == "cost":
+        if "cost" in case:
             cost = log["reward"] - log["reward_transformed"]
             assert cost == pytest.approx(multiplier * log["bad_fraction"], abs=1e-5)
         p_bad = log["negative/p_bad" if "hot" in case else "bad_fraction"]
         assert log["constraint/p_bad"] == pytest.approx(p_bad, abs=1e-7)
-    if case != "cost":
+    if "cost" not in case:
         assert trainer._negative.scheduled("alpha") == trainer.constraint.multiplier
         assert not trainer.args.charges_bad
 
@@ -184,15 +184,6 @@ def test_it_stays_finite_and_says_that_a_rate_is_out_of_reach(make, caplog):
     constraint.observe(torch.ones(4), resolution=1.0)
     constraint.update()
     assert constraint.multiplier == 1e6 and "out of reach; raise it" in caplog.text
-
-
-@pytest.mark.thorough
-@pytest.mark.trainer
-def test_without_a_negative_term_repulse_charges_bad_completions(make):
-    trainer = make(alpha=0.0, max_steps=1, **LIMIT)
-    assert trainer.args.charges_bad and trainer.constraint.multiplier == 1.0
-    trainer.train()
-    assert "reward_transformed" in trainer.state.log_history[0]
 
 
 @pytest.mark.trainer

@@ -14,8 +14,6 @@ from transformers import (
     BertForMaskedLM,
     BertLMHeadModel,
     CLIPVisionConfig,
-    ElectraConfig,
-    ElectraForCausalLM,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2ForTokenClassification,
@@ -24,8 +22,6 @@ from transformers import (
     LlavaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
-    XLNetConfig,
-    XLNetLMHeadModel,
 )
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
@@ -33,7 +29,7 @@ from trl_repulse.models._loading import load_model
 from trl_repulse.models._model_checks import check_causal, check_language_model, check_separate
 
 from ..conftest import WORDS, build_model, build_tokenizer
-from ..engine.test_adapters_math import lora
+from ..engine.test_adapters import lora
 
 
 pytestmark = pytest.mark.trainer
@@ -44,8 +40,6 @@ TWO_PARTS = {"vocab_size": V, "d_model": 16, "decoder_start_token_id": 1, **SPEC
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 MODELS = {
     "bert": lambda **more: BertLMHeadModel(BertConfig(**SIZES, **more)),
-    "electra": lambda: ElectraForCausalLM(ElectraConfig(**SIZES, embedding_size=16)),
-    "xlnet": lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=2, d_inner=32)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(d_kv=8, d_ff=32, num_layers=1, num_heads=2, **TWO_PARTS)),
     "bart": lambda: BartForConditionalGeneration(
         BartConfig(encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32, **HEADS, **TWO_PARTS)
@@ -55,7 +49,7 @@ MODELS = {
     "headless": lambda: gpt2().transformer,
 }
 MESSAGES = {
-    **dict.fromkeys(("bert", "electra", "xlnet"), "predicts tokens from those that come after them"),
+    "bert": "predicts tokens from those that come after them",
     **dict.fromkeys(("t5", "bart"), "is an encoder-decoder"),
     "masked": "is a BertForMaskedLM, which predicts no next token",
     "classifier": "is a GPT2ForSequenceClassification, which predicts no next token",
@@ -89,7 +83,7 @@ def with_path(model, folder, tokenizer):
 def test_what_is_no_causal_language_model(tokenizer, tmp_path, kind):
     with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
         check_causal(MODELS[kind](), "`model`")
-    if kind not in ("bert", "electra", "xlnet"):  # whose configuration does not show it
+    if kind != "bert":  # whose configuration does not show it
         with pytest.raises(ValueError, match=f"^`model` {MESSAGES[kind]}"):
             check_language_model(saved(tmp_path / "model", MODELS[kind](), tokenizer), "`model`")
 

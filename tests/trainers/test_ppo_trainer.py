@@ -5,10 +5,9 @@ import json
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForTokenClassification,
     BertConfig,
     BertForSequenceClassification,
     CodeGenConfig,
@@ -267,70 +266,16 @@ def test_completions_table_and_negative_data(make, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_evaluation_loop(make, prompts):
-    def counting(completions, **_):  # no variance of constant rewards is explained
-        return [float(i) for i in range(len(completions))]
-
-    extra = {"eval_dataset": prompts}
-    trainer = make(reward_funcs=counting, extra=extra, per_device_eval_batch_size=4, num_generations_eval=1)
-    policy, value = copies(trainer.model), copies(trainer.value.module)
-    metrics = trainer.evaluate()
-    assert {"eval_loss", "eval_reward", "eval_value/loss", "eval_value/explained_variance"} <= set(metrics)
-    assert unchanged(policy, trainer.model) and unchanged(value, trainer.value.module)
-
-
-# Files
-
-
-def test_files(make, tmp_path):
-    trainer = make(save_strategy="steps", save_steps=1)
-    trainer.train()
-    trainer.save_model()
-    trainer.create_model_card()
-    out = tmp_path / "out"
-    assert same_parameters(AutoModelForCausalLM.from_pretrained(out), trainer.model)
-    assert same_parameters(AutoModelForTokenClassification.from_pretrained(out / "value"), trainer.value.module)
-    assert (out / "checkpoint-1" / "value" / "optimizer.safetensors").exists()
-    card = ModelCard.load(out / "README.md")
-    assert {"trl", "trl-repulse", "ppo"} <= set(card.data.tags)
-    assert "1707.06347" in card.text and "schulman2017proximal" in card.text and "`gae_lambda` | 0.95" in card.text
-
-
-@pytest.mark.thorough
-def test_peft(make, tmp_path):
-    from peft import AutoPeftModelForCausalLM, LoraConfig
-
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=4, lora_dropout=0.1)
-    for value_config in (None, LoraConfig(target_modules=["c_attn"], r=2)):
-        extra = {"peft_config": config, "value_peft_config": value_config}
-        out = tmp_path / ("whole" if value_config is None else "adapter")
-        settings = {"extra": extra, "beta": 0.1, "gradient_checkpointing": True, "output_dir": str(out)}
-        trainer = make(**settings, save_strategy="steps", save_steps=2)
-        start = {name: p.clone() for name, p in trainer.value.module.named_parameters()}
-        trainer.train()
-        changed = {name for name, p in trainer.value.module.named_parameters() if not torch.equal(p, start[name])}
-        assert any("classifier" in name for name in changed)
-        if value_config is not None:
-            assert all("lora_" in name or "classifier" in name for name in changed)
-            assert any("lora_" in name for name in changed)
-        policy = AutoPeftModelForCausalLM.from_pretrained(out / "checkpoint-2")
-        assert any("lora_" in name for name, _ in policy.named_parameters())
-        resumed = make(**settings)  # all steps are done: what is loaded is what was saved
-        resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-        assert same_parameters(resumed.value.module, trainer.value.module)
+# Value adapters
 
 
 def test_a_value_adapter_begins_as_the_seed_says(make):
-    from peft import LoraConfig
-
     extra = {"value_peft_config": LoraConfig(target_modules=["c_attn"], r=2)}
     one, other, third = (make(extra=extra, seed=seed).value.module for seed in (0, 0, 1))
     assert same_parameters(one, other) and not same_parameters(one, third)
 
 
 def test_a_value_adapter_goes_on_from_its_folder(make, tmp_path):
-    from peft import LoraConfig
-
     extra = {"value_peft_config": LoraConfig(target_modules=["c_attn"], r=2)}
     trainer = make(extra=extra)
     trainer.train()

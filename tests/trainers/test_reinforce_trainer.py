@@ -3,12 +3,8 @@
 import pytest
 import torch
 from datasets import Dataset
-from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM
 
 from trl_repulse import ReinforceTrainer
-
-from ..conftest import same_parameters
 
 
 pytestmark = pytest.mark.trainer
@@ -24,19 +20,13 @@ METHODS = {
     "CVaR": {"cvar_level": 0.4},
     "CVaR of prompts": {"cvar_level": 0.5, "cvar_over": "prompt", "cvar_schedule_ratio": 0.0},
     "exponential": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
-    "indicator": {
-        "reward_transform": "indicator",
-        "reward_transform_alpha": 3.0,
-        "reward_transform_threshold": -1.0,
-    },
+    "indicator": {"reward_transform": "indicator", "reward_transform_alpha": 3.0, "reward_transform_threshold": -1.0},
 }
 
 
-# A transform takes from low rewards alone, so that it does not turn with the reward
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("method", "sign"),
-    [(name, 1) for name in METHODS] + [(name, -1) for name in METHODS if "reward_transform" not in METHODS[name]],
+    ("method", "sign"), [(name, 1) for name in METHODS] + [(name, -1) for name in ("published", "REINFORCE++", "CVaR")]
 )
 def test_each_method_follows_the_reward(make, evaluator, reward, method, sign):
     """With the opposite reward, the control, the direction turns."""
@@ -52,17 +42,6 @@ def test_each_method_follows_the_reward(make, evaluator, reward, method, sign):
     assert sign < 0 or end.log_prob_bad < start.log_prob_bad - 0.2
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_rewards_move_a_policy_that_has_no_baseline_alone(make, model_dirs, method):
-    trainer = make(
-        ReinforceTrainer, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), **METHODS[method]
-    )
-    trainer.train()
-    unmoved = same_parameters(trainer.model, AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]))
-    assert unmoved == (METHODS[method].get("baseline") not in ("none", "constant") or method == "REINFORCE++")
-
-
 @pytest.mark.parametrize("method", ["REINFORCE++", "REINFORCE++-baseline"])
 def test_logged_advantages_are_normalised_over_the_batch(make, method):
     trainer = make(ReinforceTrainer, log_completions=True, max_steps=1, **METHODS[method])
@@ -70,17 +49,6 @@ def test_logged_advantages_are_normalised_over_the_batch(make, method):
     advantages = torch.tensor(list(trainer._logs["advantages"]))
     assert advantages.mean().abs() < 1e-5 and advantages.std() == pytest.approx(1, abs=1e-3)
     assert not torch.allclose(advantages.view(4, 4).std(dim=1), torch.ones(4), atol=0.05)  # not prompt by prompt
-
-
-def test_logs_and_card(make, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "baseline": "group_mean"}
-    trainer = make(ReinforceTrainer, beta=0.1, bad_reward_threshold=-1.0, **settings)
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert {"reward", "reward_std", "return", "kl", "entropy", "bad_fraction", "rewards/word_reward/mean"} <= set(log)
-    assert not [name for name in log if name.startswith(("proposal/", "negative/"))]
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert {"trl", "trl-repulse", "reinforce"} <= set(card.data.tags)
 
 
 def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
@@ -95,25 +63,6 @@ def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
     rewards = sorted(trainer._logs["rewards"]["word_reward"])[:4]  # of the last batch's 16
     assert logs[-1]["reward_cvar"] == pytest.approx(sum(rewards) / 4, abs=1e-6)
     assert evaluator.evaluate(trainer.model).log_prob_bad < start.log_prob_bad - 0.2
-
-
-@pytest.mark.parametrize("generations", [1, 4])
-@pytest.mark.parametrize(
-    "method", ["published", "REINFORCE++-baseline", pytest.param("CVaR", marks=pytest.mark.thorough)]
-)
-def test_evaluation_loop(make, prompts, method, generations):
-    trainer = make(
-        ReinforceTrainer,
-        extra={"eval_dataset": prompts},
-        eval_strategy="steps",
-        per_device_eval_batch_size=4,
-        num_generations_eval=generations,
-        max_steps=1,
-        **METHODS[method],
-    )
-    metrics = trainer.evaluate()
-    assert {"eval_loss", "eval_reward", "eval_return"} <= set(metrics)
-    trainer.train()
 
 
 def test_refused_data(make):

@@ -13,7 +13,7 @@ from trl_repulse import PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeTr
 from trl_repulse.data._checks import as_dataset
 
 from ..conftest import USE_CPU, build_model
-from ..engine.test_adapters_math import lora
+from ..engine.test_adapters import lora
 
 
 pytestmark = pytest.mark.trainer
@@ -143,22 +143,14 @@ def test_evaluation_batches_that_cut_prompts(make, prompts, trainer_cls):
         make(trainer_cls, extra={"eval_dataset": prompts}, **settings)
 
 
-UNLOADABLE = {
-    "policy": (ReinforceTrainer, {"model": "MISSING"}, "model"),
-    "policy of PPO": (PPOTrainer, {"model": "MISSING"}, "model"),
-    "reward": (ReinforceTrainer, {"reward_funcs": [len, "MISSING"]}, "reward_funcs"),
-    "reward of PPO": (PPOTrainer, {"reward_funcs": "MISSING"}, "reward_funcs"),
-    "proposal": (RePULSeTrainer, {"extra": {"proposal_model": "MISSING"}}, "proposal_model"),
-    "value model": (PPOTrainer, {"extra": {"value_model": "MISSING"}}, "value_model"),
+UNLOADABLE = {  # of a path
+    "policy": (ReinforceTrainer, lambda path: {"model": path}, "model"),
+    "policy of PPO": (PPOTrainer, lambda path: {"model": path}, "model"),
+    "reward": (ReinforceTrainer, lambda path: {"reward_funcs": [len, path]}, "reward_funcs"),
+    "reward of PPO": (PPOTrainer, lambda path: {"reward_funcs": path}, "reward_funcs"),
+    "proposal": (RePULSeTrainer, lambda path: {"extra": {"proposal_model": path}}, "proposal_model"),
+    "value model": (PPOTrainer, lambda path: {"extra": {"value_model": path}}, "value_model"),
 }
-
-
-def with_path(value, path):
-    if isinstance(value, dict):
-        return {key: with_path(each, path) for key, each in value.items()}
-    if isinstance(value, list):
-        return [with_path(each, path) for each in value]
-    return path if value == "MISSING" else value
 
 
 @pytest.mark.parametrize("without", ["a folder", "weights"])
@@ -174,7 +166,7 @@ def test_models_that_cannot_be_loaded_are_named_before_any_is(
     with pytest.raises(
         ValueError, match=f"`{argument}='.*mistyped'`.* cannot be loaded.* give the path of a saved"
     ) as error:
-        make(trainer_cls, **with_path(arguments, str(path)))
+        make(trainer_cls, **arguments(str(path)))
     assert "\n" not in str(error.value)
 
 

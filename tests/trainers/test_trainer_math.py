@@ -113,7 +113,9 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("architecture", "case"), [*(("gpt2", case) for case in CASES), ("llama", "published"), ("llama", "eq4")]
+)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (2, 4), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
 def test_one_update_is_algorithm_1(run, tokenizer, reward, architecture, case, batches):
     """Whole prompts in one micro-batch (weights from the pass with gradient) and cut ones (at sampling time) agree."""

@@ -9,8 +9,6 @@ import math
 
 import pytest
 
-from trl_repulse import ReinforceTrainer, RePULSeTrainer
-
 from ..conftest import USE_CPU
 
 
@@ -42,7 +40,6 @@ VARIANTS = {
         {"negative_loss": "reinforce", "negative_baseline": "proposal", "alpha": 0.3},
         1.0,
     ),
-    "schedules": ({"alpha_start": 0.03, "target_dist_beta_start": -0.2}, 0.5),
     "two proposal updates": ({"proposal_updates_per_step": 2}, 0.8),
     "after": ({"proposal_update_order": "after"}, 1.0),
     "REINFORCE++-baseline": ({"baseline": "group_mean", "normalize_advantages": True}, 1.0),
@@ -150,11 +147,7 @@ def test_the_weights_of_the_policy_as_proposal_are_logged(make, reward, batches)
         return [None if len(c) > 8 else r for c, r in zip(completions, reward(completions), strict=True)]
 
     settings = {"num_generations": 8, "max_steps": 1, "log_completions": True, **batches}
-    trainer = make(
-        reward_funcs=partial,
-        proposal="policy",
-        **({"per_device_train_batch_size": 16} | settings),
-    )
+    trainer = make(reward_funcs=partial, proposal="policy", **({"per_device_train_batch_size": 16} | settings))
     trainer.train()
     log = trainer.state.log_history[0]
     groups = {}
@@ -167,10 +160,3 @@ def test_the_weights_of_the_policy_as_proposal_are_logged(make, reward, batches)
     assert log["negative/ess_min"] == pytest.approx(min(ess), rel=1e-4)
     assert log["negative/max_weight"] == pytest.approx(sum(share) / len(share), rel=1e-4)
     assert log["negative/log_z"] == pytest.approx(sum(log_z) / len(log_z), rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer], ids=["reinforce", "repulse"])
-def test_only_the_policy_as_proposal_logs_them(make, trainer_cls):
-    trainer = make(trainer_cls, max_steps=1)
-    trainer.train()
-    assert not [name for name in trainer.state.log_history[0] if name.startswith("negative/")]
