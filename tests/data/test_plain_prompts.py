@@ -4,12 +4,15 @@ import json
 
 import pytest
 
+from examples.worlds import two_tokens
 from trl_repulse import RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.cli.main import main
+from trl_repulse.cli.methods import train
 from trl_repulse.data import _prompts
 from trl_repulse.generation.completions import tokenize
 
-from ..conftest import build_model, build_tokenizer
+from ..conftest import build_tokenizer
+from ..evaluation_support import save_chat
 
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
@@ -26,11 +29,7 @@ def said(monkeypatch):
 @pytest.fixture
 def chat(tmp_path):
     """A folder of a chat model."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    build_model("gpt2", len(tokenizer)).save_pretrained(tmp_path / "chat")
-    tokenizer.save_pretrained(tmp_path / "chat")
-    return str(tmp_path / "chat")
+    return save_chat(tmp_path / "chat", TEMPLATE)[0]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +54,12 @@ def test_what_is_warned_of(said, template, prompt, warns):
 def test_trainers_warn(make, said, chat, trainer_cls):
     make(trainer_cls, model=chat, bad_reward_threshold=0.0)
     assert set(said) == {said[0]} and "`load_prompts(..., as_conversation=True)`" in said[0]
+
+
+def test_trls_own_trainer_warns_once(said, chat, tmp_path):
+    flags = "--max_steps 1 --max_completion_length 2 --num_table_completions 0 --num_final_samples 0".split()
+    train("grpo", [*flags, *two_tokens.paths(), "--model_name_or_path", chat, "--output_dir", str(tmp_path)])
+    assert len(said) == 1 and "`--apply_chat_template`" in said[0]
 
 
 @pytest.mark.parametrize(
