@@ -1,10 +1,7 @@
 """The commands around the attack, the example, and the published command."""
 
-import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
+from examples import gcg as example
 from examples.worlds import two_tokens
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.main import main
@@ -45,14 +43,6 @@ def folder(tmp_path_factory):
     settings |= {"model_name_or_path": str(folder / "model"), "table": str(folder / "table.csv")}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | {"reward_type": SAID_NO, "threshold": [-4.0]}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("gcg_example", ROOT / "examples" / "gcg.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run(*arguments):
@@ -117,10 +107,8 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
         ([], "`--model_name_or_path` is needed"),
         (["--model_name_or_path", "m"], "`--table` is needed"),
         (["--model_name_or_path", "/no/such", "--table", "t.csv"], "/no/such"),
-        (["--model_name_or_path", "m", "--table", "t", "--num_steps", "0"], "`num_steps=0` must be at least 1"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "1"], "must be written as i/n"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
-        (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
         (["--config", "none.yaml"], "There is no file `none.yaml`"),
         (["--model_name_or_path", "m", "--table", "t", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
@@ -217,7 +205,7 @@ def test_the_published_command_has_its_file():
     assert f"accelerate launch examples/gcg.py --config {PUBLISHED.relative_to(ROOT)}" in PUBLISHED.read_text()
 
 
-def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, example, monkeypatch):
+def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, monkeypatch):
     """Its own file, with small models in place of the named ones and few steps."""
     words = {word for row in ROWS for word in row["goal"].split()} | {"yes", "no", "i", "will", "refuse"}
     save_model(
@@ -234,10 +222,3 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
     assert header["settings"]["include_suffix"] is False
-
-
-def test_the_report_needs_no_model():
-    code = "import sys; from trl_repulse.cli.main import build_parser; build_parser('gcg-report'); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert not {"torch", "transformers"} & set(done.stdout.split())
