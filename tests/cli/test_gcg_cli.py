@@ -71,9 +71,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
     assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
     shutil.copytree(folder / "model", tmp_path / "model")
-    other = build_trigger_model(build_trigger_tokenizer())
-    next(other.parameters()).data += 1
-    other.save_pretrained(tmp_path / "model")
+    build_trigger_model(build_trigger_tokenizer(), steps=1).save_pretrained(tmp_path / "model")
     assert run("gcg-report", results, "--threshold", "-4", "--card", tmp_path / "model") == 1
     assert "holds other weights" in capsys.readouterr().err
     numbers = json.loads((tmp_path / "r.json").read_text())
