@@ -117,16 +117,6 @@ class TestEnumeration:
                     expected = model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0].item()
                 assert evaluator.rewards[row, column].item() == pytest.approx(expected, abs=1e-5)
 
-    def test_equal_texts_are_scored_once(self):
-        seen = []
-
-        def reward(texts):
-            seen.extend(texts)
-            return torch.zeros(len(texts))
-
-        evaluator = ExactEvaluator(make_tokenizer(), PROMPTS, reward, BAD, 2)
-        assert len(seen) == len(set(seen)) < evaluator.rewards.numel()
-
 
 class TestEvaluate:
     @pytest.mark.parametrize("length", [1, 2, 3])

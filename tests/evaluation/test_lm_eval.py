@@ -23,6 +23,33 @@ def without_environment(monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
+def test_the_task_reports_the_tail_of_what_was_drawn(tmp_path):
+    rows = embedded.load_prompts("unseen").select(range(3))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    reward_model = str(embedded.reward_model_path())
+    task = integration.tail_task(str(path), 0.0, reward_model, num_samples=40, max_completion_length=8, level=0.9)
+    model = {"pretrained": str(embedded.policy_path()), "device": "cpu"}
+    found = lm_eval.simple_evaluate("hf", model, tasks=[task], batch_size=8, bootstrap_iters=0)
+
+    samples = found["samples"][task.task_name]
+    assert [each["doc"]["prompt"] for each in samples] == rows["prompt"]
+    completions = [each["resps"][0] for each in samples]
+    assert len({text for row in completions for text in row}) > 40  # drawn, not the likeliest
+    reward = integration.as_function(reward_model, None, "cpu")[1]
+    again = [
+        reward(prompts=[row["prompt"]] * 40, completions=drawn) for row, drawn in zip(rows, completions, strict=True)
+    ]
+    rewards = np.array([each["filtered_resps"][0] for each in samples])
+    assert rewards == pytest.approx(np.array(again), abs=1e-4)
+
+    results = found["results"][task.task_name]
+    for name, expected in {"prob_bad": tails.prob_below(rewards, 0.0), "cvar": tails.cvar(rewards, 0.9)}.items():
+        ends = [results[f"{name}{end},reward"] for end in ("", "_low", "_high")]
+        assert ends == [expected.value, expected.low, expected.high]
+        assert np.isfinite(ends).all()
+
+
 DEFAULTS = {
     **{"min_p": 0.2, "typical_p": 0.3, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_h": 0.2, "top_k": 2},
     **{"temperature": 0.2, "do_sample": False, "num_beams": 3, "num_return_sequences": 2, "no_repeat_ngram_size": 2},
@@ -57,27 +84,6 @@ def made(tmp_path):
 
 def drawn(found, task):
     return [each["resps"][0] for each in found["samples"][task.task_name]]
-
-
-def test_the_task_reports_the_tail_of_what_was_drawn(made):
-    task, evaluate = made
-    mine = task(num_samples=60, level=0.9)
-    found = evaluate(mine)
-    prompts = [each["doc"]["prompt"] for each in found["samples"][mine.task_name]]
-    assert prompts == embedded.load_prompts("unseen")["prompt"][:2]
-    completions = drawn(found, mine)
-    assert len({text for row in completions for text in row}) > 40  # drawn, not the likeliest
-    reward = integration.as_function(str(embedded.reward_model_path()), None, "cpu")[1]
-    pairs = zip(prompts, completions, strict=True)
-    again = [reward(prompts=[prompt] * 60, completions=texts) for prompt, texts in pairs]
-    rewards = np.array([each["filtered_resps"][0] for each in found["samples"][mine.task_name]])
-    assert rewards == pytest.approx(np.array(again), abs=1e-4)
-
-    results = found["results"][mine.task_name]
-    for name, expected in {"prob_bad": tails.prob_below(rewards, 0.0), "cvar": tails.cvar(rewards, 0.9)}.items():
-        ends = [results[f"{name}{end},reward"] for end in ("", "_low", "_high")]
-        assert ends == [expected.value, expected.low, expected.high]
-        assert np.isfinite(ends).all()
 
 
 def test_the_models_own_generation_defaults_have_no_effect(made):
