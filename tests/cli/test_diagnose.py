@@ -138,7 +138,7 @@ def test_what_only_looks_like_a_symptom(columns):
     assert seen(make_log(**columns)) == []
 
 
-@pytest.mark.parametrize(("every", "updates"), [(1, 400), (1, 1000), (10, 400)])
+@pytest.mark.parametrize(("every", "updates"), [(1, 400), (10, 400)])
 def test_one_prompt_an_update_is_no_symptom(every, updates):
     """Rewards that differ between prompts as much as within them: the means of 20 updates vary by a fifth of their spread."""
     alarms = 0
