@@ -8,7 +8,7 @@ import pyarrow as pa
 from trl_repulse.evaluation import records
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from .conftest import word_reward
+from .conftest import build_model, build_tokenizer, word_reward
 
 
 def write_inputs(folder, rewards="[0.0 for _ in completions]", prompts=("the cat", "fish")):
@@ -18,6 +18,15 @@ def write_inputs(folder, rewards="[0.0 for _ in completions]", prompts=("the cat
     (folder / "mine.py").write_text(f"def reward(prompts, completions, **columns):\n    return {rewards}\n")
     flags = ["--prompts", str(folder / "prompts.jsonl"), "--reward_type", f"{folder / 'mine.py'}:reward"]
     return [*flags, "--max_completion_length", "2"]
+
+
+def save_chat(folder, template):
+    """The path of a saved random GPT-2, whose tokenizer has a chat template; and the tokenizer."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    for each in (build_model("gpt2", len(tokenizer)), tokenizer):
+        each.save_pretrained(folder)
+    return str(folder), tokenizer
 
 
 def write_samples(folder, values, weights="w", prompts=None, shards=1, completions=None, **settings):

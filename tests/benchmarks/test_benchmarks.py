@@ -15,27 +15,10 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 
-def run(name, *arguments):
-    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-def test_step_cost():
-    options = ["--shapes", "16,2,2", "--yardsticks", "RLOO", "--methods", "RePULSe", "PPO", "--micro-batches", "2"]
-    lines = run("step_cost", *options, "--rounds", "1", "--steps", "2", "--no-memory").splitlines()
-    header, *rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
-    assert [row[2] for row in rows] == ["RLOO", "RePULSe", "PPO"]
-    assert {len(row) for row in rows} == {len(header)}
-    times = [float(row[header.index("ms a completion")]) for row in rows]
-    ratios = [float(row[header.index("/ RLOO")]) for row in rows]
-    assert ratios == pytest.approx([time / times[0] for time in times], rel=0.1, abs=0.02)
-
-
 def test_cost_growth(tmp_path):
-    options = ["--methods", "RLOO", "RePULSe", "--counts", "2", "--lengths", "16", "--new", "2"]
-    run("cost_growth", *options, "--rounds", "1", "--steps", "2", "--output_dir", str(tmp_path))
+    options = "--methods RLOO RePULSe --counts 2 --lengths 16 --new 2 --rounds 1 --steps 2".split()
+    command = [sys.executable, "benchmarks/cost_growth.py", *options, "--output_dir", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT)
     points = json.loads((tmp_path / "growth.json").read_text())["points"]
     found = [measured for axis in points.values() for measured in axis.values()]
     assert [set(measured) for measured in found] == [{"RLOO", "RePULSe"}] * 2

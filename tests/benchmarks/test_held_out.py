@@ -65,11 +65,7 @@ def test_constructions(world):
         found.add(world.draw_reply(rng.choice(prompts), rng, 1.0).construction)
     assert found == {*world.constructions, "slip"}
     assert world.construction_of(" have a lovely day.") == "other"
-
-
-def test_harmless_insults(world):
-    """Some insult words stand in decent replies too, so that a list of words does not tell bad replies."""
-    rng, prompts = random.Random(3), draw_prompts(world)[1]
+    # Some insult words stand in decent replies too, so that a list of words does not tell bad replies
     replies = [world.draw_reply(rng.choice(prompts), rng, 0.0) for _ in range(2000)]
     words = [reply for reply in replies if world.insults & set(reply.text.strip(" .").replace(",", "").split())]
     assert 0.01 < len(words) / 2000 < 0.2 and all(reply.score > -4.5 for reply in words)

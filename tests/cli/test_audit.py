@@ -1,6 +1,5 @@
 """`trl-repulse audit`: from the draw to the report, and each mistake's one line."""
 
-import copy
 import csv
 import json
 
@@ -12,7 +11,7 @@ from trl_repulse._numbers import plain as plain_number
 from trl_repulse.cli.main import main
 
 from ..conftest import build_model
-from ..evaluation_support import write_samples
+from ..evaluation_support import save_chat, write_inputs, write_samples
 
 
 ROWS = {"reward": np.concatenate([np.full(10, -2.0), -0.9 + np.arange(90) / 25])}
@@ -73,10 +72,6 @@ def twice(number, row):
         row.update(twice.first, label=str(number))
 
 
-def no_column(number, row):
-    del row["label"]
-
-
 # Name -> what changes the rows: a function, or a column with its value from a row on; and words of the message
 MISTAKES = {
     "nothing labelled": ((0, "label", ""), "has no labels; write 1 (truly bad) or 0 into its column `label`"),
@@ -91,7 +86,7 @@ MISTAKES = {
     "other samples": ((0, "samples", "samples-of-x"), "belongs to other samples (`samples-of-x`", "or draw again"),
     "other threshold": ((1, "threshold", "-3"), "has another `threshold` than the rows above; read one file"),
     "twice": (twice, "Row 2 of `", "is there twice; delete one"),
-    "no column": (no_column, "has no column `label`; keep all columns"),
+    "no column": (lambda number, row: row.pop("label"), "has no column `label`; keep all columns"),
 }
 
 
@@ -141,28 +136,12 @@ def test_rows_of_commas_are_no_rows(drawn, capsys, separator):
         assert out == expected if not status else "Row 6 of `" in err
 
 
-def test_messages_are_drawn_as_a_person_reads_them(tmp_path, model_dirs, tokenizer, capsys):
+def test_messages_are_drawn_as_a_person_reads_them(tmp_path, capsys):
     """From both commands, and in the report by prompt: without the tokens of the chat template."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
-    model = build_model("gpt2", len(tokenizer))
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
     one, two = {"role": "user", "content": "the cat"}, {"role": "system", "content": "fish"}
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in ([one], [two, one])))
-    (tmp_path / "mine.py").write_text(
-        "def reward(completions, **kwargs):\n    return [float(i % 3) for i in range(len(completions))]\n"
-    )
-    more = [
-        "--prompts",
-        str(prompts),
-        "--reward_type",
-        f"{tmp_path / 'mine.py'}:reward",
-        "--max_completion_length",
-        "2",
-    ]
-    model, samples, rare = (str(tmp_path / name) for name in ("model", "samples", "rare.parquet"))
+    more = write_inputs(tmp_path, "[float(i % 3) for i in range(len(completions))]", ([one], [two, one]))
+    model, samples, rare = save_chat(tmp_path / "model", template)[0], str(tmp_path / "s"), str(tmp_path / "r.parquet")
     assert main(["evaluate", samples, "--model", model, *more, "--num_samples", "8", "--per_prompt"]) == 0
     assert "Prompt 'the cat'" in capsys.readouterr().out
     few = ["--threshold", "1", "--num_samples", "8", "--num_proposal_samples", "0", "--samples", rare]
@@ -218,15 +197,10 @@ def by_word(number, row):
 def test_labels_of_importance_samples_reach_their_report(tmp_path, model_dirs, tokenizer, capsys):
     """From the draws of `rare-events` to the report of `audit`."""
     build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "proposal")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(completions, **_):\n    return [-3.0 * c.count('bad') for c in completions]"
-    )
+    inputs = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
     stored, labels = tmp_path / "rare.parquet", tmp_path / "rare.csv"
     command = ["rare-events", model_dirs["gpt2"], "--proposal", str(tmp_path / "proposal"), "--threshold", "-1"]
-    command += ["--prompts", str(tmp_path / "prompts.jsonl"), "--reward_type", f"{tmp_path / 'mine.py'}:reward"]
-    command += ["--max_completion_length", "2", "--num_samples", "200"]
-    assert main([*command, "--samples", str(stored)]) == 0
+    assert main([*command, *inputs, "--num_samples", "200", "--samples", str(stored)]) == 0
     assert main(["audit", str(stored), str(labels), "--draw", "60", "--threshold", "-1"]) == 0
 
     relabel(labels, by_word)

@@ -35,7 +35,7 @@ tags:
 @pytest.fixture
 def model(tmp_path):
     folder = tmp_path / "model"
-    build_trigger_model(build_trigger_tokenizer()).save_pretrained(folder)
+    build_trigger_model(build_trigger_tokenizer(), steps=1).save_pretrained(folder)
     return folder
 
 

@@ -138,7 +138,7 @@ def test_what_only_looks_like_a_symptom(columns):
     assert seen(make_log(**columns)) == []
 
 
-@pytest.mark.parametrize(("every", "updates"), [(1, 400), (1, 1000), (10, 400)])
+@pytest.mark.parametrize(("every", "updates"), [(1, 400), (10, 400)])
 def test_one_prompt_an_update_is_no_symptom(every, updates):
     """Rewards that differ between prompts as much as within them: the means of 20 updates vary by a fifth of their spread."""
     alarms = 0
@@ -152,17 +152,29 @@ def test_one_prompt_an_update_is_no_symptom(every, updates):
     assert alarms <= 1
 
 
-def test_what_was_so_from_the_start_is_not_judged():
-    unknown = diagnose(make_log(completions__clipped_ratio=1.0, reward=4.0, kl=lambda t: 0.2 * t), SETTINGS).unknown
-    assert "from the start on; raise" in unknown["cut"] and "near its best from the start" in unknown["rising_kl"]
+FROM_THE_START = make_log(completions__clipped_ratio=1.0, reward=4.0, kl=lambda t: 0.2 * t)
+CUT = make_log(completions__clipped_ratio=1.0, completions__mean_length=2.0, kl=None)
+NO_THRESHOLD = make_log(HOT, updates=3, every=1, negative__p_bad=None)  # not measured yet: no estimate of P(bad)
+OF_HOT = {"proposal": "hot_policy", "alpha": 1.0}
 
 
-def test_what_is_meant_to_be_so_is_not_looked_for():
-    log = make_log(completions__clipped_ratio=1.0, completions__mean_length=2.0, kl=None)
-    unknown = diagnose(log, SETTINGS | {"max_completion_length": 2}).unknown
-    assert "meant to be cut" in unknown["cut"] and "`beta` above 0" in unknown["rising_kl"]
-    assert "completions have one token" in diagnose(log, SETTINGS | {"max_completion_length": 1}).unknown["empty"]
-    assert "hot policy" in diagnose(make_log(HOT), SETTINGS).unknown["turned_target"]
+@pytest.mark.parametrize(
+    ("symptom", "log", "settings", "why"),
+    [
+        ("cut", FROM_THE_START, {}, "from the start on; raise"),
+        ("rising_kl", FROM_THE_START, {}, "near its best from the start"),
+        ("cut", CUT, {"max_completion_length": 2}, "meant to be cut"),
+        ("rising_kl", CUT, {"max_completion_length": 2}, "`beta` above 0"),
+        ("empty", CUT, {"max_completion_length": 1}, "completions have one token"),
+        ("turned_target", make_log(HOT), {}, "hot policy"),
+        ("finds_no_more", NO_THRESHOLD, OF_HOT, "fewer than the 20 updates"),
+        ("turned_target", NO_THRESHOLD, OF_HOT, "has no target"),
+        ("nothing_bad", NO_THRESHOLD, OF_HOT, "once `bad_reward_threshold` is known"),
+        ("finds_no_more", NO_THRESHOLD, {"proposal": "learned"}, "there is no hot policy"),
+    ],
+)
+def test_what_is_not_judged_or_not_looked_for(symptom, log, settings, why):
+    assert why in diagnose(log, SETTINGS | settings).unknown[symptom]
 
 
 def test_signs_that_a_log_lacks_are_named():
@@ -197,21 +209,6 @@ def test_a_kl_that_jumps_is_seen_at_once():
     assert "6.78 nats per completion at update 3" in finding.evidence and "`learning_rate` (now 0.1)" in finding.remedy
     assert seen([rows[0] | {"step": i, "kl": 0.1 - i / 1000} for i in (1, 2, 3)]) == []
     assert "first 20 updates" in diagnose([rows[2] | {"step": 50}]).unknown["jumping_kl"]
-
-
-def test_a_short_run_of_the_hot_policy_is_known_as_one():
-    """Its threshold was not measured yet, so that the log has no estimate of P(bad)."""
-    log = make_log(HOT, updates=3, every=1, negative__p_bad=None)
-    unknown = diagnose(log, SETTINGS | {"proposal": "hot_policy", "alpha": 1.0}).unknown
-    assert "fewer than the 20 updates" in unknown["finds_no_more"] and "has no target" in unknown["turned_target"]
-    assert "once `bad_reward_threshold` is known" in unknown["nothing_bad"]
-    assert "there is no hot policy" in diagnose(log, SETTINGS | {"proposal": "learned"}).unknown["finds_no_more"]
-
-
-def test_values_of_fields_are_in_the_remedy():
-    log = make_log(proposal__log_z_gap=9.0)
-    [finding] = diagnose(log, SETTINGS | {"proposal_learning_rate": 0.03}).findings
-    assert "lower `proposal_learning_rate` (now 0.03), bring `target_dist_beta` nearer to 0" in finding.remedy
 
 
 # Runs made to fail, by benchmarks/failing_runs.py

@@ -143,14 +143,13 @@ def trains(process):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_survives_its_launcher(tmp_path, number):
+def test_no_process_survives_its_launcher(tmp_path):
     command = [sys.executable, "-m", "trl_repulse.cli", "reinforce", "--output_dir", str(tmp_path)]
     launched = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (children := [child for child in launched.children() if trains(child)]):
         time.sleep(0.1)
-    launched.send_signal(number)
-    assert launched.wait() == (-number if number == signal.SIGKILL else 128 + number)
+    launched.kill()
+    assert launched.wait() == -signal.SIGKILL
     assert not psutil.wait_procs(children, timeout=60)[1]
 
 

@@ -13,8 +13,8 @@ from trl_repulse.cli.main import main
 from trl_repulse.evaluation.records import load_samples, read_header
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from ..conftest import build_model, build_tokenizer
-from ..evaluation_support import write_samples
+from ..conftest import build_model
+from ..evaluation_support import save_chat, write_inputs, write_samples
 
 
 def test_each_setting_of_the_sampler_is_an_option():
@@ -23,14 +23,10 @@ def test_each_setting_of_the_sampler_is_an_option():
 
 @pytest.fixture
 def command(tmp_path, model_dirs):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(completions, **kwargs):\n    return [-3.0 * c.count('bad') for c in completions]\n"
-    )
-    start = ["evaluate", str(tmp_path / "s"), "--prompts", str(tmp_path / "prompts.jsonl"), "--num_samples", "2"]
-    start += ["--max_completion_length", "2"]
+    prompts, file, *judge, length, most = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
+    start = ["evaluate", str(tmp_path / "s"), prompts, file, length, most, "--num_samples", "2"]
 
-    def command(*changes, model=model_dirs["gpt2"], reward=("--reward_type", f"{tmp_path / 'mine.py'}:reward")):
+    def command(*changes, model=model_dirs["gpt2"], reward=judge):
         return main([*start, "--model", str(model), *reward, *map(str, changes)])
 
     return command
@@ -76,22 +72,6 @@ def test_evaluate_command_takes_several_rewards(command, tmp_path, capsys):
     shutil.rmtree(tmp_path / "s")
     assert command("--reward_type", "toxicity", reward=given) == 1
     assert "`--reward` holds all" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--num_samples", "0"], "`num_samples=0`"),
-        (["--prompts", "none.jsonl"], "There is no file"),
-        (["--reward_type", "toxicity"], "`reward_model_path`"),
-        (["--beta", "1"], "needs a `reference`"),
-        (["--levels", "2"], "`level=2.0`"),
-    ],
-)
-def test_evaluate_command_says_what_is_wrong(command, capsys, changes, message):
-    assert command(*changes) == 1
-    err = capsys.readouterr().err
-    assert "trl-repulse evaluate: " in err and message in err
 
 
 @pytest.mark.parametrize(
@@ -164,17 +144,14 @@ def silent(completions, **kwargs):
     return [0.0 for _ in completions]
 
 
-def test_a_template_takes_further_variables(tmp_path, model_dirs, command):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    build_model("gpt2", len(tokenizer)).save_pretrained(tmp_path / "chat")
-    tokenizer.save_pretrained(tmp_path / "chat")
-    assert command("--apply_chat_template", model=tmp_path / "chat") == 0
+def test_a_template_takes_further_variables(tmp_path, command):
+    chat, tokenizer = save_chat(tmp_path / "chat", TEMPLATE)
+    assert command("--apply_chat_template", model=chat) == 0
     plain = load_samples(tmp_path / "s")
     assert plain.prompts == ["the cat", "fish"]
     messages = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
     options = {"num_samples": 2, "max_completion_length": 2, "chat_template_kwargs": {"thinking": False}}
-    arguments = (str(tmp_path / "chat"), Dataset.from_dict({"prompt": messages}), silent)
+    arguments = (chat, Dataset.from_dict({"prompt": messages}), silent)
     there = sample_completions(tmp_path / "t", *arguments, SamplingSettings(**options), progress=False)
     assert there.table["prompt"].to_pylist()[::2] == ["the cat bad", "fish bad"]
     assert there.prompts == ["the cat", "fish"]  # as a person reads them

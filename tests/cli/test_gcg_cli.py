@@ -1,10 +1,7 @@
 """The commands around the attack, the example, and the published command."""
 
-import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 
+from examples import gcg as example
 from examples.worlds import two_tokens
 from trl_repulse.cli.arguments import FieldsParser
 from trl_repulse.cli.main import main
@@ -47,14 +45,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("gcg_example", ROOT / "examples" / "gcg.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(*arguments):
     return main([str(argument) for argument in arguments])
 
@@ -81,9 +71,7 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     assert found["attack success (score < -4.0), after"] == 1.0 and found["bad samples (score < -7.0), after"] == 0.0
     assert "Bad is a score below -4.0" in printed and "  in 3 samples" in printed
     shutil.copytree(folder / "model", tmp_path / "model")
-    other = build_trigger_model(build_trigger_tokenizer())
-    next(other.parameters()).data += 1
-    other.save_pretrained(tmp_path / "model")
+    build_trigger_model(build_trigger_tokenizer(), steps=1).save_pretrained(tmp_path / "model")
     assert run("gcg-report", results, "--threshold", "-4", "--card", tmp_path / "model") == 1
     assert "holds other weights" in capsys.readouterr().err
     numbers = json.loads((tmp_path / "r.json").read_text())
@@ -117,10 +105,8 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
         ([], "`--model_name_or_path` is needed"),
         (["--model_name_or_path", "m"], "`--table` is needed"),
         (["--model_name_or_path", "/no/such", "--table", "t.csv"], "/no/such"),
-        (["--model_name_or_path", "m", "--table", "t", "--num_steps", "0"], "`num_steps=0` must be at least 1"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "1"], "must be written as i/n"),
         (["--model_name_or_path", "m", "--table", "t", "--shard", "0/0"], "`shard='0/0'` is no part"),
-        (["--model_name_or_path", "m", "--table", "t", "--shard", "5/4"], "`shard='5/4'` is no part"),
         (["--config", "none.yaml"], "There is no file `none.yaml`"),
         (["--model_name_or_path", "m", "--table", "t", "--dtype", "foo"], "`dtype='foo'` must be 'auto'"),
     ],
@@ -217,7 +203,7 @@ def test_the_published_command_has_its_file():
     assert f"accelerate launch examples/gcg.py --config {PUBLISHED.relative_to(ROOT)}" in PUBLISHED.read_text()
 
 
-def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, example, monkeypatch):
+def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, monkeypatch):
     """Its own file, with small models in place of the named ones and few steps."""
     words = {word for row in ROWS for word in row["goal"].split()} | {"yes", "no", "i", "will", "refuse"}
     save_model(
@@ -234,10 +220,3 @@ def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, exam
     header, records = read_results(tmp_path / "out" / "gcg-1")
     assert [record["status"] for record in records] == ["ok"] * 4
     assert header["settings"]["include_suffix"] is False
-
-
-def test_the_report_needs_no_model():
-    code = "import sys; from trl_repulse.cli.main import build_parser; build_parser('gcg-report'); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert not {"torch", "transformers"} & set(done.stdout.split())

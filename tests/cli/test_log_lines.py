@@ -1,13 +1,14 @@
-"""What a training command prints at each log."""
+"""What a training command prints at each log, and numbers as reports print them."""
 
 import json
+import math
 
 import pytest
 from transformers import TrainerState
 
 from examples.worlds import two_tokens
 from examples.worlds.exact_tracking import train
-from trl_repulse._numbers import format_logs
+from trl_repulse._numbers import format_logs, percent, plain
 from trl_repulse.cli.scripts import _print_log
 
 
@@ -53,3 +54,26 @@ def test_a_run(tmp_path, capsys, bar):
     assert not any(line.startswith("{") for line in lines) and ("2/2 [" in err) == bar
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert {"grad_norm", "num_tokens", "completions/clipped_ratio"} <= set(state["log_history"][0])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.0, "0"), (-5.25, "-5.25"), (0.00012346, "0.0001235"), (1.2e-5, "1.2e-5"), (1.11e-20, "1.11e-20")),
+        *((9999.6, "10,000"), (123456.0, "123,456"), (-9.87654e20, "-9.877e+20")),
+        *((math.inf, "inf"), (math.nan, "nan")),
+    ],
+)
+def test_plain(value, text):
+    assert plain(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        *((0.0, "0"), (0.005, "0.5"), (1.11e-22, "<0.001"), (-1e-9, ">-0.001")),
+        *((1e-5, "0.001"), (0.2191, "21.9"), (1, "100")),
+    ],
+)
+def test_percent(share, text):
+    assert percent(share) == text

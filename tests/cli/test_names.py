@@ -10,7 +10,7 @@ import yaml
 from trl_repulse.cli import train
 from trl_repulse.cli._early import launcher_names
 from trl_repulse.cli._fields import OF_TRAINING, SYNONYMS
-from trl_repulse.cli.main import COMMANDS, TRAINING, build_parser, main, training_names
+from trl_repulse.cli.main import COMMANDS, build_parser, main, training_names
 from trl_repulse.evaluation.records import load_samples, read_header
 
 from ..evaluation_support import write_samples
@@ -117,44 +117,43 @@ def test_a_command_without_such_arguments_takes_no_file_of_training(config, caps
     assert "`repulse.yaml` has `bad_reward_threshold`, which is no argument" in capsys.readouterr().err
 
 
+MISTAKES = {
+    "repulse --lerning_rate 3": "Did you mean `--learning_rate`?",
+    "reinforce --num_proceses 2": "`--num_proceses` is no argument; remove it. Did you mean `--num_processes`?",
+    "repulse --model_name_or_path a --dataset_name b": "`--reward_model_path` is needed",
+    "grpo --dataset_name none.jsonl --model_name_or_path a": "There is no file or folder `none.jsonl`, which `dataset_name`",
+    "repulse --config repulse.yaml": "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?",
+    "evaluate s --config repulse.yaml": "has `max_step`, which is no argument",
+    "gcg --serach_width 3": "Did you mean `--search_width`?",
+    "attacks o --model a --prompts b --threshold 0 --k 17": "`--k 17` must be from 1 to `--num_samples 16`",
+    "rare-events a --prompts b --max_completion_length 3 --threshold nan": "`--threshold nan` must be a number",
+    "evaluate s --model a --prompts b --num_samples 0": "`num_samples=0` must be at least 1",
+    "suggest --model a --prompts b --minutes 3 --max_steps 3": "`--minutes` decides `max_steps`",
+    "audit s l.csv --draw 3": "`--threshold` is needed",
+}
+HELP = [f"{command} --help" for command in ("repulse", "grpo", *COMMANDS)]  # ours, and TRL's own
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("repulse --lerning_rate 3", "Did you mean `--learning_rate`?"),
-        ("repulse --model_name_or_path a --dataset_name b", "`--reward_model_path` is needed"),
-        (
-            "grpo --dataset_name none.jsonl --model_name_or_path a",
-            "There is no file or folder `none.jsonl`, which `dataset_name`",
-        ),
-        (
-            "repulse --config repulse.yaml",
-            "has `max_step`, which is no argument; remove it. Did you mean `max_steps`?",
-        ),
-        ("evaluate s --config repulse.yaml", "has `max_step`, which is no argument"),
-        ("gcg --serach_width 3", "Did you mean `--search_width`?"),
-        ("attacks o --model a --prompts b --threshold 0 --k 17", "`--k 17` must be from 1 to `--num_samples 16`"),
-        ("rare-events a --prompts b --max_completion_length 3 --threshold nan", "`--threshold nan` must be a number"),
-        ("evaluate s --model a --prompts b --num_samples 0", "`num_samples=0` must be at least 1"),
-        ("suggest --model a --prompts b --minutes 3 --max_steps 3", "`--minutes` decides `max_steps`"),
-        ("audit s l.csv --draw 3", "`--threshold` is needed"),
-    ],
-)
-def test_what_needs_no_model_is_refused_before_torch_is_imported(tmp_path, command, message):
+def test_help_and_what_needs_no_model_import_no_torch(tmp_path):
+    """In one process, one command after the other."""
     (tmp_path / "repulse.yaml").write_text("bad_reward_threshold: -1\nmax_step: 3\noutput_dir: out\n")
-    code = "import sys; from trl_repulse.cli.main import main; status = main(sys.argv[1:]); print(status, 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    code = (
+        "import sys; from trl_repulse.cli.main import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    try: status = main(line.split())\n"
+        "    except SystemExit as ended: status = ended.code\n"
+        "    print('ended with', status, 'torch' in sys.modules)"
     )
-    assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout.split() == ["1", "False"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", [*TRAINING, *COMMANDS])
-def test_the_help_imports_no_torch(tmp_path, command):
-    code = "import sys; from trl_repulse.cli.main import main\ntry: main([sys.argv[1], '--help'])\nfinally: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, command], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.startswith("usage: trl-repulse") and done.stdout.endswith("\nFalse\n") and not done.stderr
+    command = [sys.executable, "-c", code, *MISTAKES, *HELP]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    for said, message in zip(done.stderr.splitlines(), MISTAKES.values(), strict=True):
+        assert message in said
+    *ended, rest = done.stdout.split("ended with ")
+    assert len(MISTAKES) + len(HELP) == len(ended) and rest == "0 False\n"
+    assert all(text.startswith("1 False\n") for text in ended[1 : len(MISTAKES) + 1])
+    shown = [text.partition("\n")[2] for text in ended[len(MISTAKES) :]]
+    assert all(text.startswith("usage: trl-repulse") for text in shown) and "True" not in ended
 
 
 def test_the_names_of_the_launchers_flags_are_those_of_its_parser():

@@ -1,7 +1,6 @@
 """What the training commands share, and those beside `repulse`: REINFORCE, GRPO and PPO."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -71,15 +70,8 @@ def test_embedded_settings_draw_the_same_number_of_completions_under_a_kl_penalt
 
 
 def test_reward_kwargs(tmp_path):
-    flags = [
-        "--reward_type",
-        "toxicity",
-        "--reward_kwargs",
-        '{"negate": true, "name": "rude"}',
-        "--logging_steps",
-        "1",
-    ]
-    metrics = run("reinforce", tmp_path, *flags)["metrics"]
+    flags = ["--reward_type", "toxicity", "--reward_kwargs", '{"negate": true, "name": "rude"}']
+    metrics = run("reinforce", tmp_path, *flags, "--logging_steps", "1")["metrics"]
     assert metrics["reward"] == metrics["rewards/rude/mean"]
     config = tmp_path / "own.yaml"
     config.write_text("reward_type: toxicity\nreward_kwargs:\n  negate: true\n")
@@ -221,6 +213,7 @@ def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
         (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 96 completions of one pass"),
         (["--single_prompt", "the ", "--bad_token_ids", "9999"], "9999"),
         (["--num_table_completions", "-1"], "`num_table_completions=-1` must be at least 0"),
+        (["--resume_from_checkpoint", "none/checkpoint-9"], "There is no checkpoint `none/checkpoint-9`; name the"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -232,16 +225,9 @@ def test_mistakes_are_one_line(tmp_path, flags, words):
     assert words in message
 
 
-def raises(error):
-    def main():
-        raise error
-
-    return main
-
-
 def test_errors_that_are_no_mistake_keep_their_traceback():
-    with pytest.raises(RuntimeError, match="out of memory"):
-        main_or_exit(raises(RuntimeError("out of memory")))
+    with pytest.raises(ZeroDivisionError):
+        main_or_exit(lambda: 1 / 0)
 
 
 def test_the_place_of_an_error():
@@ -264,16 +250,6 @@ def test_the_place_of_an_error():
         assert describe_error(error.value).endswith(words)
         assert from_reward(error.value) == (function is not gives_nan)
     assert describe_error(OSError()) == "OSError" and not from_reward(OSError())
-
-
-# Going on
-
-
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    flags = [*QUICK, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(tmp_path / "checkpoint-9")]
-    with pytest.raises(SystemExit) as exit_:
-        main_or_exit(lambda: train("reinforce", flags))
-    assert exit_.value.code.startswith(f"error: There is no checkpoint `{tmp_path / 'checkpoint-9'}`; name the folder")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -312,16 +288,3 @@ def test_results_and_card_have_the_precision_that_was_used(tmp_path, monkeypatch
     assert found["settings"]["bf16"] is False and found["settings"]["mixed_precision"] == "no"
     assert found["final"] == expected["final"]
     assert "| `mixed_precision` | no |" in (tmp_path / "launched" / "README.md").read_text()
-
-
-@pytest.mark.thorough
-def test_grpo_warns_of_plain_prompts_for_a_chat_model(tmp_path, monkeypatch):
-    """TRL's own trainer gets the warning as well, once."""
-    said = []
-    monkeypatch.setattr("trl_repulse.data._prompts.logger.warning_once", said.append)
-    shutil.copytree(two_tokens.policy_path(), tmp_path / "chat")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "chat")
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[answer]"
-    tokenizer.save_pretrained(tmp_path / "chat")
-    run("grpo", tmp_path / "out", "--model_name_or_path", str(tmp_path / "chat"), "--num_table_completions", "0")
-    assert len(said) == 1 and "`--apply_chat_template`" in said[0]

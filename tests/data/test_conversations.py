@@ -20,7 +20,7 @@ from trl_repulse.generation import TransformersGenerator
 from ..conftest import build_model, build_tokenizer
 
 
-TRAINERS = [RePULSeTrainer, ReinforceTrainer, PPOTrainer]
+TRAINERS = [RePULSeTrainer, PPOTrainer]
 # As many do: roles take turns, and there is no system message
 TEMPLATE = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}{{ m['content'] }}{% endfor %}"""
@@ -162,8 +162,6 @@ class TestTrainers:
 
 
 class TestEvaluation:
-    """Held-out sampling, rare events, the callback, generators, attacks."""
-
     @pytest.fixture(params=["sampling", "draw", "temperature", "generator", "callback"])
     def read(self, request, tmp_path, model_dirs, make):
         """Reads prompts with a tokenizer."""

@@ -48,23 +48,20 @@ def test_rows_of_commas_are_no_rows(tmp_path):
     assert load_prompts(path)["prompt"][:] == ["a", "b"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet", ".JSONL"])
-def test_plain_prompts(tmp_path, suffix):
-    dataset = load_prompts(write(tmp_path / f"prompts{suffix}", PLAIN))
-    assert isinstance(dataset, Dataset)
-    assert dataset["prompt"][:] == PLAIN
-    assert [int(tag) for tag in dataset["tag"]] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
-def test_conversational_prompts(tmp_path, suffix):
-    assert load_prompts(str(write(tmp_path / f"prompts{suffix}", CHATS)))["prompt"][:] == CHATS
-
-
-def test_home_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("prompts", "suffix"),
+    [
+        *((PLAIN, suffix) for suffix in (".jsonl", ".json", ".csv", ".parquet", ".JSONL")),
+        *((CHATS, suffix) for suffix in (".jsonl", ".json", ".parquet")),
+    ],
+)
+def test_formats(tmp_path, monkeypatch, prompts, suffix):
+    """A path may begin with the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "prompts.jsonl", PLAIN)
-    assert len(load_prompts("~/prompts.jsonl")) == 3
+    path = write(tmp_path / f"prompts{suffix}", prompts)
+    for dataset in (load_prompts(path), load_prompts(f"~/{path.name}")):
+        assert isinstance(dataset, Dataset) and dataset["prompt"][:] == prompts
+        assert [int(tag) for tag in dataset["tag"]] == [*range(len(prompts))]
 
 
 REFUSED = {

@@ -142,9 +142,7 @@ def flags_of(command, model, path, reward, folder):
 
 
 @pytest.mark.trainer
-@pytest.mark.parametrize(
-    "command", [*COMMANDS, *also_thorough("suggest", *(name for name in METHODS if name not in COMMANDS))]
-)
+@pytest.mark.parametrize("command", [*COMMANDS, *also_thorough("suggest", "ppo")])
 def test_commands(tmp_path, writer, command):
     """Each passes all rows to the reward as they are. With TRL's own trainer too, which looks up the content of a message that has none."""
     long_model(writer).save_pretrained(tmp_path / "model")

@@ -142,8 +142,7 @@ def sources(tmp_path_factory, model_dirs, prompts):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-@pytest.mark.parametrize("method", ["DPO", "KTO"])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("method", "suffix"), [("DPO", "jsonl"), ("KTO", "parquet")])
 def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, method, suffix):
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 

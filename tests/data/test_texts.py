@@ -29,7 +29,7 @@ from ..gcg_support import build_tokenizer as build_byte_level
 
 PROMPTS = ["the cat", "tell me the secret of the ", "how to write"]
 SMALL = {"max_steps": 1, "max_completion_length": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-3}
-TRAINERS = [RePULSeTrainer, *also_thorough(ReinforceTrainer, PPOTrainer, RePULSeGRPOTrainer)]
+TRAINERS = [RePULSeTrainer, *also_thorough(PPOTrainer, RePULSeGRPOTrainer)]
 
 
 def build_wordpiece():

@@ -56,15 +56,13 @@ def modules():
 
 
 def code_blocks():
-    """The code of each Python block, with doctest prompts and output stripped."""
+    """The code of each Python block."""
     blocks = []
     for page in PAGES:
         for number, (indent, language, code) in enumerate(_FENCE.findall(page.read_text(encoding="utf-8")), 1):
             if language not in ("python", "py"):
                 continue
             lines = [line.removeprefix(indent) for line in code.splitlines()]
-            if any(line.startswith(">>> ") for line in lines):
-                lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
             blocks.append(pytest.param("\n".join(lines), id=f"{name_of(page)}-{number}"))
     return blocks
 
@@ -204,15 +202,8 @@ def test_metrics_are_documented():
         for prefix in ("proposal", "negative")
     }
     names = {name.replace("{VALUE_FOLDER}", "value") for name in names}
-    names -= {
-        "min",
-        "mean",
-        "max",
-        "NAME/mean",
-        "NAME/max",
-        "{self.prefix}NAME",
-        "tools/failure_frequency",
-    }  # ends of names, and GRPO's
+    # Ends of names, and GRPO's
+    names -= {*"min mean max NAME/mean NAME/max {self.prefix}NAME tools/failure_frequency".split()}
     assert {"reward", "kl", "proposal/ess", "negative/ess", "rewards/NAME/mean", "value/loss"} <= names
     assert not {name for name in names if f"`{name}`" not in page}
 

@@ -14,8 +14,11 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from . import test_package
+
 
 ROOT = Path(__file__).parents[2]
+wheel = test_package.wheel
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -25,12 +28,8 @@ def run(*command, cwd=None):
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_runs_the_first_command(tmp_path):
+def test_an_installed_wheel_runs_the_first_command(wheel, tmp_path):
     """Dependencies come from this environment; the package does not."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    built = run(*command)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "clean", with_pip=True)
     python = tmp_path / "clean" / "bin" / "python"
     installed = run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
@@ -93,17 +92,8 @@ def test_the_script_for_uv_trains_an_adapter(tmp_path, monkeypatch, flags):
     if flags:
         pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)
-    flags = ["--model", embedded.policy_path(), "--reward", embedded.reward_model_path(), "--use_cpu", *flags]
-    flags += [
-        "--prompts",
-        embedded.prompts_path(),
-        "--max_steps",
-        "1",
-        "--max_completion_length",
-        "4",
-        "--threshold",
-        "-4",
-    ]
+    flags += ["--model", embedded.policy_path(), "--reward", embedded.reward_model_path(), "--use_cpu"]
+    flags += ["--prompts", embedded.prompts_path(), *"--max_steps 1 --max_completion_length 4 --threshold -4".split()]
     monkeypatch.setattr(sys, "argv", ["gpu_job.py", *flags])
     runpy.run_path(str(ROOT / "examples" / "gpu_job.py"), run_name="__main__")
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

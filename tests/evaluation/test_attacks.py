@@ -30,8 +30,8 @@ from trl_repulse.evaluation.attacks import (
 from trl_repulse.evaluation.records import load_samples, open_folder
 from trl_repulse.evaluation.sampling import SamplingSettings
 
-from ..conftest import build_model, build_tokenizer
-from ..evaluation_support import write_inputs
+from ..conftest import build_tokenizer
+from ..evaluation_support import save_chat, write_inputs
 
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
@@ -261,19 +261,11 @@ def test_prompts_that_are_too_long_are_refused_before_anything_is_drawn(tmp_path
 
 def test_attacks_of_equal_text_share_random_numbers(tmp_path):
     """A template that changes nothing, and an empty beginning of the answer, draw what the plain prompt draws."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    for each in (build_model("gpt2", len(tokenizer)), tokenizer):
-        each.save_pretrained(tmp_path / "model")
-    attacks = [
-        Attack("other", template="fish {prompt}"),
-        Attack("prompt"),
-        Attack("same"),
-        Attack("begun", prefill=""),
-    ]
+    model, _ = save_chat(tmp_path / "model", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    attacks = Attack("other", template="fish {prompt}"), Attack("prompt"), Attack("same"), Attack("begun", prefill="")
     behaviors = Dataset.from_list([{"prompt": MESSAGES}, {"prompt": MESSAGES[1:]}])
     settings = SamplingSettings(num_samples=8, max_completion_length=4)
-    samples = run_attacks(tmp_path / "out", str(tmp_path / "model"), behaviors, attacks, refusal, settings)
+    samples = run_attacks(tmp_path / "out", model, behaviors, attacks, refusal, settings)
     other, *equal = (each.table["completion_ids"].to_pylist() for each in samples.values())
     assert equal[0] == equal[1] == equal[2] != other
 
@@ -282,14 +274,12 @@ def test_results_of_gcg_are_of_the_same_model(tmp_path, capsys, model_dirs):
     """In whatever precision it was attacked; and who judged them is said."""
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"], dtype=torch.bfloat16)
     record = {"row": 1, "status": "ok", "before": {"rewards": [0.0]}, "after": {"rewards": [-1.0]}}
-    results, prompts = tmp_path / "gcg", tmp_path / "prompts.jsonl"
+    results = tmp_path / "gcg"
     header = {"model": {"name": "mine", "weights": hash_model(model)}, "rewards": {"refusal_start": {}}}
     open_folder(results, header, "attacks")
     (results / "target-00001.json").write_text(json.dumps(record))
-    prompts.write_text('{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
-    words = ["attacks", str(tmp_path / "out"), "--prompts", str(prompts), "--threshold", "-0.5", "--num_samples", "2"]
-    words += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--gcg", str(results), "--max_completion_length", "2"]
+    words = ["attacks", str(tmp_path / "out"), "--gcg", str(results), "--threshold", "-0.5", "--num_samples", "2"]
+    words += write_inputs(tmp_path, prompts=["fish"])
     assert main([*words, "--model", model_dirs["llama"]]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"trl-repulse attacks: `--model {model_dirs['llama']}` holds other weights than the model that `--gcg {results}` "

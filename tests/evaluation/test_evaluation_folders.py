@@ -26,10 +26,6 @@ from ..evaluation_support import sample
 from ..reward_models import save_model
 
 
-def date(day):
-    return datetime.date(2024, 1, day)
-
-
 def another(model_dirs, factor):
     """The model of another seed."""
     model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
@@ -150,7 +146,9 @@ def test_the_digest_of_values():
 
 @pytest.mark.trainer
 def test_rewards_are_given_what_is_drawn_and_the_other_columns(tmp_path, model_dirs, tokenizer, make):
-    prompts = Dataset.from_dict({"prompt": ["the cat", "fish"], "day": [date(1), date(2)]})
+    prompts = Dataset.from_dict(
+        {"prompt": ["the cat", "fish"], "day": [datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)]}
+    )
 
     def judge(prompts, completions, day, completion_ids=None, **columns):
         assert set(prompts) <= {"the cat", "fish"} and len(completions) == len(day)

@@ -1,6 +1,7 @@
 """Models, tokenizers, prompts and outputs that evaluation cannot use, each said with its name before anything is drawn."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +9,10 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from examples.worlds.exact import ExactEvaluator
 from trl_repulse.cli.main import main
+from trl_repulse.data._checks import as_dataset
 from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.callback import TailReportCallback
-from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.models._loading import load_model, load_tokenizer
 
@@ -51,11 +51,14 @@ def test_a_head_of_random_numbers_is_refused(model_dirs, classifier, tmp_path, t
 
 
 def test_what_cannot_be_loaded_is_named(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"The reference `.*nothing` cannot be loaded"):
-        load_model(AutoModelForCausalLM, str(tmp_path / "nothing"), "reference")
+    (tmp_path / "empty").mkdir()
     build_model("gpt2", len(tokenizer)).save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match=r"The policy `.*bare` has no tokenizer"):
-        load_tokenizer(str(tmp_path / "bare"), "policy")
+    for name in ("empty", "bare"):
+        with pytest.raises(ValueError, match=rf"The model `.*{name}` has no tokenizer beside its weights"):
+            load_tokenizer(str(tmp_path / name), "model")
+    for load in (load_tokenizer, lambda *options: load_model(AutoModelForCausalLM, *options)):
+        with pytest.raises(ValueError, match=r"The model `./nosuch` cannot be loaded: there is no such folder"):
+            load("./nosuch", "model")
     weights = tmp_path / "bare" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"The policy `.*bare` cannot be loaded"):
@@ -125,22 +128,23 @@ def test_an_error_that_is_no_rewards_keeps_its_traceback(command, monkeypatch):
     ("changes", "message"),
     [
         (["--confidence", "95"], "`confidence=95.0`"),
+        (["--levels", "2"], "`level=2.0`"),
+        (["--prompts", "none.jsonl"], "There is no file"),
+        (["--reward_type", "toxicity"], "`reward_model_path`"),
+        (["--beta", "1"], "needs a `reference`"),
         (["--engine_kwargs", "{}"], "`--engine_kwargs` has no effect without `--engine vllm`"),
         (["--reward_weights", "1", "2"], "`reward_weights` has 2 weights for 1 rewards"),
         (["--model", "./nosuch"], "There is no file or folder `./nosuch`, which `model` names"),
         (["--engine", "vllm", "--engine_kwargs", '{"dtype": "bfloat16"}'], "`engine_kwargs` has `dtype`"),
-        (
-            ["--chat_template_kwargs", '{"thinking": false}'],
-            "`chat_template_kwargs` has no effect on prompts of plain",
-        ),
+        (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` has no effect on prompts of plain"),
     ],
 )
 def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, message):
     assert command("evaluate", *changes) == 1
-    assert message in capsys.readouterr().err and not (tmp_path / "s").exists()
+    error = capsys.readouterr().err
+    assert "trl-repulse evaluate: " in error and message in error and not (tmp_path / "s").exists()
 
 
-@pytest.mark.trainer
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -149,18 +153,12 @@ def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, 
         ({"train": ["fish"]}, "has the parts train"),
     ],
 )
-def test_what_is_taken_for_prompts(make, tmp_path, tokenizer, model_dirs, given, message):
-    model = build_model("gpt2", len(tokenizer))
-    calls = (
-        lambda: sample_completions(tmp_path / "s", model_dirs["gpt2"], given, word_reward, SamplingSettings()),
-        lambda: draw([model], tokenizer, given, word_reward, (4,), 2),
-        lambda: find_temperature(model, tokenizer, given, 2),
-        lambda: ExactEvaluator(tokenizer, given, lambda texts: [0.0] * len(texts), [1], 2),
-        lambda: TailReportCallback(make(), given),
-    )
-    for call in calls:
-        with pytest.raises(ValueError, match=message):
-            call()
+def test_what_is_taken_for_prompts(tmp_path, given, message):
+    """By the one function that all readers of prompts use."""
+    with pytest.raises(ValueError, match=message):
+        as_dataset(given)
+    with pytest.raises(ValueError, match=message):
+        sample_completions(tmp_path / "s", "no model", given, word_reward, SamplingSettings())
 
 
 @pytest.mark.trainer
@@ -220,32 +218,34 @@ def assert_loaded(folder, expected):
     return model
 
 
-@pytest.mark.parametrize("changes", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+LARGER = 21  # rows of a vocabulary that was resized
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"rows": LARGER},
+        {"rows": LARGER, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ],
+)
 def test_kinds_of_adapters(save, changes):
     assert_loaded(*save(**changes))
 
 
-@pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["embed_tokens", "lm_head"]}])
-def test_an_adapter_over_a_resized_vocabulary(save, tokenizer, changes):
-    assert_loaded(*save(rows=len(tokenizer) + 2, **changes))
-
-
-def test_a_resized_vocabulary_that_was_not_saved(save, tokenizer):
-    folder, _ = save(rows=len(tokenizer) + 2, target_modules=["embed_tokens"])
+def test_a_resized_vocabulary_that_was_not_saved(save):
+    folder, _ = save(rows=LARGER, target_modules=["embed_tokens"])
     with pytest.raises(ValueError, match=r"The model `.*` cannot be loaded: .* without its new rows of `lm_head`"):
         load_model(AutoModelForCausalLM, folder, "model")
 
 
-def test_an_adapter_is_the_model_that_transformers_loads(save):
-    """By the hash of its weights too, of which the seeds of held-out samples are made."""
+def test_an_adapter_is_the_model_that_transformers_loads(save, tokenizer):
+    """By the hash of its weights too, of which the seeds of held-out samples are made; its tokenizer is that of its base."""
     folder, expected = save()
     loaded = assert_loaded(folder, expected)
     assert hash_model(loaded) == hash_model(AutoModelForCausalLM.from_pretrained(folder))
     assert loaded._hf_peft_config_loaded and not loaded.training
-
-
-def test_an_adapter_without_a_tokenizer_has_that_of_its_base(save, tokenizer):
-    folder, _ = save()
     assert load_tokenizer(folder, "model").get_vocab() == tokenizer.get_vocab()
 
 
@@ -255,18 +255,14 @@ def test_what_an_adapter_lacks_is_said(save, tmp_path, model_dirs):
     save_file(dict(list(weights.items())[1:]), f"{folder}/adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"The model `.*adapter` cannot be loaded: the adapter lacks weights"):
         load_model(AutoModelForCausalLM, folder, "model")
-    base = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    get_peft_model(base, config).save_pretrained(tmp_path / "prompt")
-    with pytest.raises(ValueError, match=r"The model `.*prompt` cannot be loaded: Adapters of the kind PROMPT_TUNING"):
-        load_model(AutoModelForCausalLM, str(tmp_path / "prompt"), "model")
-
-
-def test_an_adapter_that_tokens_activate_is_refused(model_dirs, tmp_path):
-    config = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["llama"]), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="cannot be loaded: Adapters of the kind aLoRA"):
-        load_model(AutoModelForCausalLM, str(tmp_path), "model")
+    for name, config in (
+        ("PROMPT_TUNING", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+        ("aLoRA", LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])),
+    ):
+        base = AutoModelForCausalLM.from_pretrained(model_dirs["llama"])
+        get_peft_model(base, config).save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"The model `.*{name}` cannot be loaded: Adapters of the kind {name}"):
+            load_model(AutoModelForCausalLM, str(tmp_path / name), "model")
 
 
 def test_the_head_of_a_classifier_comes_from_its_adapter_or_not_at_all(save, model_dirs):
@@ -293,21 +289,9 @@ def test_several_labels_where_one_is_read(tmp_path):
         load_model(AutoModelForSequenceClassification, folder, "reward model", num_labels=1)
 
 
-def test_folders_that_are_empty_or_not_there(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"The model `.*empty` has no tokenizer beside its weights"):
-        load_tokenizer(str(tmp_path / "empty"), "model")
-    for load in (load_tokenizer, lambda *options: load_model(AutoModelForCausalLM, *options)):
-        with pytest.raises(ValueError, match=r"The model `./nosuch` cannot be loaded: there is no such folder"):
-            load("./nosuch", "model")
-
-
 def test_an_adapter_whose_base_is_unknown(save):
     folder, _ = save()
-    path = f"{folder}/adapter_config.json"
-    with open(path) as file:
-        config = json.load(file)
-    with open(path, "w") as file:
-        json.dump(config | {"base_model_name_or_path": None}, file)
+    path = Path(folder, "adapter_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ValueError, match="does not say over which model it was trained"):
         load_model(AutoModelForCausalLM, folder, "model")

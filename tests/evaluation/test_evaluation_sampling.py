@@ -2,12 +2,8 @@
 
 import functools
 import json
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,12 +18,9 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards.functions import FunctionReward
 
 from ..conftest import BAD, build_model, without_others, word_reward
-from ..distributed_support import FORKS
-from ..evaluation_support import sample, sample_slowly, write_samples
+from ..distributed_support import FORKS, launcher, run_forked
+from ..evaluation_support import sample, sample_slowly, write_inputs, write_samples
 from ..reward_models import save_model
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def files(folder):
@@ -123,32 +116,17 @@ def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_two_processes_write_what_one_writes(tmp_path, model_dirs, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "fish"}\n')
-    (tmp_path / "mine.py").write_text(
-        "def reward(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
-    )
-    arguments = ["--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "prompts.jsonl"), "--num_samples", "8"]
-    arguments += ["--reward_type", f"{tmp_path / 'mine.py'}:reward", "--max_completion_length", "2"]
-    arguments += ["--shard_size", "3", "--thresholds", "5"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    arguments = ["--model", model_dirs["gpt2"], "--num_samples", "8", "--shard_size", "3", "--thresholds", "5"]
+    arguments += write_inputs(tmp_path, "[float(len(c)) for c in completions]")
     command = ["evaluate", str(tmp_path / "two"), *arguments]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "trl_repulse.cli"]
-    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=300, cwd="/")
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_forked([*launcher(2, None), "-m", "trl_repulse.cli", *command])
     assert main(["evaluate", str(tmp_path / "one"), *arguments]) == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
     written = without_others(done.stdout)
     assert written == without_others(capsys.readouterr().out) and written.count("P(r < 5)") == 1
 
 
-def test_a_finished_folder_is_not_drawn_again(tmp_path, model_dirs, prompts):
-    sample(tmp_path / "s", model_dirs["gpt2"], prompts)
-    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
-    sample(tmp_path / "s", model_dirs["gpt2"], prompts)
-    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "s").iterdir()}
-
-
-def test_missing_and_torn_shards_are_drawn_again(tmp_path, model_dirs, prompts):
+def test_missing_and_torn_shards_alone_are_drawn_again(tmp_path, model_dirs, prompts):
     folder, calls = tmp_path / "s", []
 
     def counted(completions, **kwargs):
@@ -156,13 +134,14 @@ def test_missing_and_torn_shards_are_drawn_again(tmp_path, model_dirs, prompts):
         return word_reward(completions, **kwargs)
 
     sample(folder, model_dirs["gpt2"], prompts, counted)
-    whole = files(folder)
+    whole, times = files(folder), [path.stat().st_mtime_ns for path in folder.iterdir()]
     calls.clear()
+    sample(folder, model_dirs["gpt2"], prompts, counted)
+    assert times == [path.stat().st_mtime_ns for path in folder.iterdir()] and not calls
     (folder / "complete.json").unlink()
     (folder / "shard-00000.parquet").unlink()
-    (folder / "shard-00001.parquet").write_bytes(
-        whole["shard-00001.parquet"][:-9]
-    )  # no footer, as after a failing disk
+    torn = whole["shard-00001.parquet"][:-9]  # no footer, as after a failing disk
+    (folder / "shard-00001.parquet").write_bytes(torn)
     sample(folder, model_dirs["gpt2"], prompts, counted)
     assert files(folder) == whole and len(calls) == 16
 
@@ -260,6 +239,11 @@ def test_no_folder_of_something_else_is_written_to(tmp_path, model_dirs, prompts
         ({"beta": 0.1}, "needs a `reference`"),
         ({"reward_weights": (1.0, 2.0)}, "2 weights for 1"),
         ({"max_completion_length": 40}, "exceed the model's context"),
+        ({"num_samples": 0}, "`num_samples=0`"),
+        ({"seed": -1}, "`seed=-1`"),
+        ({"engine": "other"}, "'other'"),
+        ({"beta": float("nan")}, "`beta=nan` must be a finite number"),
+        ({"reward_weights": (1.0, float("nan"))}, "`reward_weights=.*` must be finite numbers"),
     ],
 )
 def test_what_is_refused(tmp_path, model_dirs, prompts, arguments, message):
@@ -268,21 +252,6 @@ def test_what_is_refused(tmp_path, model_dirs, prompts, arguments, message):
     if (tmp_path / "s").exists():  # the reward failed, after sampling had begun
         with pytest.raises(ValueError, match="not complete"):
             records.load_samples(tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_samples": 0}, "`num_samples=0`"),
-        ({"seed": -1}, "`seed=-1`"),
-        ({"engine": "other"}, "'other'"),
-        ({"beta": float("nan")}, "`beta=nan` must be a finite number"),
-        ({"reward_weights": (1.0, float("nan"))}, "`reward_weights=.*` must be finite numbers"),
-    ],
-)
-def test_settings_out_of_range(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingSettings(**settings)
 
 
 def test_a_sample_without_a_reward_is_said_when_it_is_read(tmp_path, model_dirs, prompts):
@@ -362,32 +331,18 @@ def test_a_file_is_whole_or_not_there(tmp_path):
     assert not (tmp_path / "a.json").exists()
 
 
-class Bar:
-    """A progress bar that keeps what it was told."""
-
-    def __init__(self, total, initial, **options):
-        self.n, self.told = initial, []
-        Bar.last = self
-
-    def update(self, count):
-        self.n += count
-        self.told.append(count)
-
-    def set_description(self, text):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 def test_progress_is_by_batch(tmp_path, model_dirs, prompts, monkeypatch):
+    told = []
+
+    class Bar(sampling.tqdm):
+        def update(self, count):
+            told.append(count)
+            super().update(count)
+
     monkeypatch.setattr(sampling, "tqdm", Bar)
     settings = SamplingSettings(num_samples=8, max_completion_length=3, batch_size=4, shard_size=16)
     sample_completions(tmp_path / "s", model_dirs["gpt2"], prompts, word_reward, settings)
-    assert sum(Bar.last.told) == 32 and max(Bar.last.told) == 4
+    assert sum(told) == 32 and max(told) == 4
     assert SamplingSettings().shard_size == 256
 
 

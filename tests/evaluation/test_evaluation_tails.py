@@ -40,31 +40,6 @@ def test_clopper_pearson_against_its_definition(count):
     assert (wider.low, wider.high) == pytest.approx(ends, rel=1e-8)
 
 
-@pytest.mark.parametrize("exponent", [-180, 180])  # beyond the range of float32
-def test_intervals_scale_with_the_rewards(exponent):
-    rewards = -np.random.default_rng(0).exponential(size=(2, 500))
-    found, scaled = tails.mean(rewards), tails.mean(np.ldexp(rewards, exponent))
-    assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
-    found, scaled = tails.cvar(rewards, 0.2), tails.cvar(np.ldexp(rewards, exponent), 0.2)
-    assert (scaled.low, scaled.high) == pytest.approx(tuple(np.ldexp((found.low, found.high), exponent)), rel=1e-12)
-    least = tails.mean(np.ldexp(rewards, -1000))  # nearly the smallest numbers
-    assert (least.low, least.high) == (-math.inf, math.inf)
-
-
-@pytest.mark.parametrize("n", [1, 10, 3000])
-def test_no_bad_sample_bounds_the_probability(n):
-    found = tails.prob_below(np.ones((1, n)), 0.0)
-    assert (found.value, found.low, found.samples) == (0.0, 0.0, 0)
-    assert found.high == pytest.approx(1 - 0.025 ** (1 / n), rel=1e-9)
-
-
-def test_a_threshold_above_all_rewards():
-    found = tails.prob_below(np.ones((2, 50)), 7.0)
-    assert (found.value, found.high, found.samples) == (1.0, 1.0, 100)
-    assert found.low == pytest.approx(0.025 ** (1 / 100), rel=1e-9)
-    assert tails.prob_below(np.ones((2, 50)), 1.0).value == 0.0  # a reward at the threshold is not under it
-
-
 @pytest.mark.parametrize(("level", "n"), [(0.1, 200), (0.01, 900), (0.5, 7), (0.999, 40), (0.001, 100)])
 def test_quantile_against_binomial_counts(level, n):
     rewards = np.random.default_rng(n).normal(size=(1, n))
@@ -78,7 +53,7 @@ def test_quantile_against_binomial_counts(level, n):
     assert found.high == (ordered[min(high) - 1] if high else math.inf)
 
 
-@pytest.mark.parametrize("decimals", [8, 1, 0])  # without ties, with some, with atoms
+@pytest.mark.parametrize("decimals", [1, 0])  # with ties, with atoms
 @pytest.mark.parametrize(("level", "n"), [(0.1, 200), (0.02, 300), (0.5, 31)])
 def test_a_quantile_is_bounded_by_clopper_and_pearson(level, n, decimals):
     """It lies where their intervals of the probabilities of less, and of no more, do not leave its level out."""
@@ -253,7 +228,7 @@ def test_parts_of_the_bootstrap():
 
 @pytest.mark.parametrize("exponent", [-180, 180])  # beyond the range of float32
 @pytest.mark.parametrize("effects", [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_intervals_over_seeds_scale_with_the_rewards(exponent, effects):
+def test_intervals_scale_with_the_rewards(exponent, effects):
     generator = np.random.default_rng(6)
     values = effects[0] * generator.normal(size=(3, 1, 1)) + effects[1] * generator.normal(size=(1, 8, 1))
     values = values + generator.normal(size=(3, 8, 200)) - 2.0
@@ -263,6 +238,8 @@ def test_intervals_over_seeds_scale_with_the_rewards(exponent, effects):
     for name, each in expected.items():
         ends = tuple(np.ldexp((each.low, each.high), exponent))
         assert (found[name].low, found[name].high) == pytest.approx(ends, rel=1e-12)
+    least = tails.mean(np.ldexp(values[0], -1000))  # nearly the smallest numbers
+    assert (least.low, least.high) == (-math.inf, math.inf)
 
 
 def test_report_over_seeds(sets):
@@ -335,19 +312,3 @@ def test_three_seeds_and_six_prompts_speak_for_others(seeds, prompts):
         assert (found["mean"].low, found["mean"].high) == both and report.scope == "other seeds and other prompts"
     else:
         assert (found["mean"].low, found["mean"].high) == alone and report.scope == "other seeds and these prompts"
-
-
-def test_two_seeds_have_students_interval():
-    """Whatever prompts have in common: one degree of freedom, between the two means."""
-    values = np.random.default_rng(1).normal(size=(2, 30, 50)) + np.array([0.0, 0.2])[:, None, None]
-    means, found = values.mean(axis=(1, 2)), estimates(values, [], [])["mean"]
-    half = student_t.ppf(0.975, 1) * abs(means[1] - means[0]) / 2
-    assert (found.low, found.high) == pytest.approx((means.mean() - half, means.mean() + half))
-
-
-def test_a_seed_more_certain_than_samples():
-    """Seeds that agree leave the interval that the prompts give, and never one outside [0, 1]."""
-    values = np.zeros((3, 2, 200))
-    values[:, :, :3] = -1.0
-    found = estimates(values, [-0.5], [0.9])["P(r < -0.5)"]
-    assert 0.0 <= found.low <= found.value == 0.015 <= found.high <= 1.0

@@ -45,8 +45,10 @@ def exact(model, tokenizer):
     return run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK))
 
 
-@pytest.mark.parametrize("n_replace", [1, 2])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma", "gemma3", "mistral"])
+@pytest.mark.parametrize(
+    ("architecture", "n_replace"),
+    [("llama", 1), ("llama", 2), ("gpt2", 1), ("gemma", 1), ("gemma3", 2), ("mistral", 1)],
+)
 def test_strings_and_losses_are_those_of_the_plain_algorithm(tokenizer, architecture, n_replace, caplog):
     model = build_model(architecture, VOCABULARY)
     prompt = build_prompt(tokenizer, GOAL, TARGET)
@@ -113,14 +115,6 @@ def test_the_template_takes_further_variables(model, tokenizer):
         text = tokenizer.apply_chat_template(messages, **options)
         assert tokenizer.decode(found.prompt_ids) == text and text.startswith("sad ") == (variables is not None)
     assert GCGConfig(chat_template_kwargs='{"a": false}').chat_template_kwargs == {"a": False}
-
-
-def test_a_round_trip_in_context_holds_for_the_prompt_as_text(model, tokenizer):
-    config = GCGConfig(**QUICK | {"filter_roundtrip": "context", "num_steps": 6})
-    result = run_gcg(model, tokenizer, GOAL, TARGET, config)
-    messages = [{"role": "user", "content": GOAL + result.suffix}]
-    assert result.round_trip
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == result.prompt_ids
 
 
 def test_which_suffixes_survive(tokenizer):

@@ -1,12 +1,10 @@
 """The evaluator on a model with a trigger: what it reports, that it can be interrupted and split, and what it refuses."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -14,6 +12,7 @@ from tokenizers import processors
 
 from trl_repulse.evaluation import records
 from trl_repulse.evaluation._generation import transformers_engine
+from trl_repulse.evaluation.comparison import paired_interval
 from trl_repulse.evaluation.gcg import (
     GCGError,
     GCGResult,
@@ -26,15 +25,13 @@ from trl_repulse.evaluation.gcg import (
     summarize,
 )
 from trl_repulse.evaluation.gcg.engine import GCG
-from trl_repulse.evaluation.gcg.evaluator import (
-    TableRow,
-    derive_seed,
-    make_header,
-)
+from trl_repulse.evaluation.gcg.evaluator import TableRow, derive_seed, make_header
 from trl_repulse.evaluation.gcg.prompt import build_prompt
 from trl_repulse.evaluation.records import header_difference, load_samples
+from trl_repulse.evaluation.tails import clopper_pearson, success_at
 from trl_repulse.rewards import SequencePairReward, load_reward_function
 
+from ..distributed_support import launcher, run_forked
 from ..gcg_support import build_model
 from ..gcg_support import build_tokenizer as build_bpe_tokenizer
 from ..gcg_trigger import ROWS, TARGET, build_trigger_model, build_trigger_tokenizer, evaluation_config, judge
@@ -176,19 +173,12 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     table = tmp_path / "table.csv"
     table.write_text("goal,target\n" + "".join(f"{row['goal']},{row['target']}\n" for row in ROWS))
     settings = vars(evaluation_config(save_responses=True))
-    config = {name: value for name, value in settings.items() if value is not None} | {
-        "model_name_or_path": str(tmp_path / "model"),
-        "table": str(table),
-        "reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge",
-        "output": str(tmp_path / "out"),
-        "threshold": [-4.0],
-    }
+    config = {name: value for name, value in settings.items() if value is not None}
+    config |= {"model_name_or_path": str(tmp_path / "model"), "table": str(table), "output": str(tmp_path / "out")}
+    config |= {"reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge", "threshold": [-4.0]}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29611"]
-    command = [sys.executable, *launch, str(ROOT / "examples" / "gcg.py"), "--config", str(tmp_path / "config.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = ["-m", "trl_repulse.cli", "gcg", "--config", str(tmp_path / "config.yaml")]
+    done = run_forked([*launcher(2, None), *command])
     assert done.stdout.count("attack success") == 1
     found, expected = files(tmp_path / "out"), files(output)
     del found["header.json"], expected["header.json"]  # with the model's path
@@ -301,10 +291,7 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     ("content", "message"),
     [
         (None, "There is no file"),
-        ("goal,target\n", "has no rows"),
         (" open door, yes\n read mail, yes\n", "no column 'goal' in .*, only ' open door', ' yes'; name its columns"),
-        ("prompt,target\na,b\n", "no column 'goal' in .*, only 'prompt', 'target'"),
-        ("goal,target\na,b,c\n", "Row 1 of .*, at line 2, has more fields than the header"),
     ],
 )
 def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):
@@ -366,3 +353,62 @@ def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
     assert "exceed the model's context of 128" in records[0]["reason"]
     with pytest.raises(GCGError, match="exceed the model's context of 128"):
         run_gcg(model, tokenizer, rows[0]["goal"], " sure", config)
+
+
+# What a report says of stored results
+
+
+def header_of(rows):
+    return {"prompts": {"count": rows}, "rewards": {"reward": {}}}
+
+
+def result(row, before, after, status="ok"):
+    record = {"row": row, "status": status}
+    return record | {"before": {"rewards": before}, "after": {"rewards": after}} if status == "ok" else record
+
+
+def test_report():
+    records = [
+        result(1, [1.0, 2.0], [-5.0, 2.0]),
+        result(2, [-5.0, 2.0], [-5.0, -6.0]),
+        result(3, [3.0, 2.0], [1.0, 4.0]),
+        result(4, None, None, "error"),
+        result(5, None, None, "error"),
+        result(6, [None, None], [1.0, 1.0]),
+    ]
+    summary = summarize(header_of(7), records, [-4.0, -5.5], k=[1, 2], tail=0.2)
+    assert summary["targets"] == {"rows": 7, "ok": 4, "error": 2, "missing": 1, "unscored": 1}
+    assert summary["scored"] == 3
+    rates = summary["thresholds"]["-4.0"]
+    assert rates["before"]["success"]["value"] == pytest.approx(1 / 3)
+    success = rates["after"]["success"]
+    assert (success["value"], success["samples"]) == (pytest.approx(2 / 3), 2)
+    assert (success["low"], success["high"]) == pytest.approx(clopper_pearson(2, 1, 0.95))  # of other targets
+    after = np.array([[-5.0, 2.0], [-5.0, -6.0], [1.0, 4.0]])
+    assert rates["after"]["at_k"]["1"]["value"] == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert rates["after"]["at_k"]["2"] == vars(success_at(after, -4.0, 2))
+    assert rates["before"]["bad_share"]["value"] == pytest.approx(1 / 6)
+    difference, before = rates["difference"], np.array([[False], [True], [False]])
+    assert difference["value"] == pytest.approx(1 / 3) and difference["low"] < 0 < difference["high"] <= 1
+    ends = paired_interval(before, np.array([[True], [True], [False]]))
+    assert (difference["low"], difference["high"]) == pytest.approx(ends)
+    nothing_bad = summarize(header_of(7), records, [-9.0])["thresholds"]["-9.0"]
+    for rate in (nothing_bad["after"]["success"], nothing_bad["difference"]):
+        assert rate["value"] == 0 and rate["high"] > 0.6  # of three targets, with nothing seen
+    assert summary["cvar"]["after"]["value"] == pytest.approx((-6.0 - 0.2 * 5) / 1.2)
+    text = format_report(summary)
+    assert "Rates are of 3 targets (2 error, 1 missing, 1 unscored)" in text
+    assert "(no interval)" in text.splitlines()[-1]  # of six samples
+    summary["thresholds"]["-4.0"]["after"]["bad_share"] = {"value": 0.005, "low": 1.11e-22, "high": 0.219}
+    assert "0.5 % (<0.001 to 21.9)" in format_report(summary)
+    for thresholds, k, message in (([], 1, "at least one threshold"), ([0.0], 3, "`k=3` must be from 1 to 2")):
+        with pytest.raises(ValueError, match=message):
+            summarize(header_of(7), records, thresholds, [k])
+    with pytest.raises(ValueError, match="No target has scores for all of its responses"):
+        summarize(header_of(7), records[3:], [0.0])
+
+
+def test_a_tail_of_equal_scores_is_bounded_above_alone():
+    records = [result(row, [0.0] * 10, [float(x) for x in range(10)]) for row in range(1, 121)]
+    text = format_report(summarize(header_of(120), records, [0.5]))
+    assert "0 (at most 0)" in text.splitlines()[-1]

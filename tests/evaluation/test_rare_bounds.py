@@ -60,6 +60,8 @@ def test_bounds_bracket_the_truth_and_close():
         narrow.append(bound.gap)
     assert held >= 93  # 95 expected at least; the benchmark counts at its leisure
     assert sum(narrow) / 100 < 0.02 < World(0).bounds(500, 2).gap
+    weights, hits = torch.randn(1, 10, 5), torch.randn(1, 10)
+    assert log_z_bounds(weights.clone().requires_grad_(), hits) == log_z_bounds(weights, hits)
 
 
 def test_divergences_lie_between_their_estimates():
@@ -85,24 +87,13 @@ def test_weights_of_zero():
     assert bound.kl_proposal_target == (math.inf, math.inf)
 
 
-def test_draws_off_target_that_were_not_seen():
-    """One draw in a hundred has weight 0: most often a few draws show none, and their mean weight is above Z."""
-    held = 0
-    for seed in range(300):
-        generator = torch.Generator().manual_seed(seed)
-        lost = torch.rand((1, 16, 2), generator=generator) < 0.01
-        bound = log_z_bounds(torch.zeros(1, 16, 2).masked_fill(lost, -math.inf), torch.zeros(1, 16))[0]
-        held += bound.lower_end <= math.log(0.99)
-    assert held / 300 > 0.96
-
-
 def test_one_group_leaves_markovs_inequality():
     bound = log_z_bounds(torch.zeros(1, 1, 4), torch.zeros(1, 1))[0]
     assert bound.lower == bound.upper == 0
     assert bound.upper_end == pytest.approx(-bound.lower_end) == pytest.approx(math.log(40))
 
 
-@pytest.mark.parametrize(("groups", "size", "lost"), [(64, 16, 0.01), (16, 16, 0.05), (64, 64, 0.003)])
+@pytest.mark.parametrize(("groups", "size", "lost"), [(64, 16, 0.01), (16, 16, 0.05), (64, 64, 0.003), (16, 2, 0.01)])
 def test_groups_with_a_few_weights_of_zero(groups, size, lost):
     """Most groups have none, some lie far below: by Student's interval alone the end is above log Z in 5 to 8 %."""
     found = torch.rand(2000, groups, size, generator=torch.Generator().manual_seed(0)) < lost
@@ -144,11 +135,6 @@ def test_exact_draws_by_enumeration():
     shares = torch.stack([row.bincount(minlength=3) / 20_000 for row in drawn])
     assert torch.allclose(shares, log_target.softmax(-1), atol=0.02)
     assert shares[0, 2] == shares[1, 1] == 0
-
-
-def test_weights_with_a_gradient():
-    weights, hits = torch.randn(1, 10, 5), torch.randn(1, 10)
-    assert log_z_bounds(weights.clone().requires_grad_(), hits) == log_z_bounds(weights, hits)
 
 
 def test_arguments_are_checked():

@@ -332,11 +332,29 @@ def test_command_refuses(command, tmp_path, capsys, monkeypatch, change, message
 
 @pytest.mark.thorough
 @pytest.mark.distributed
-def test_two_processes_choose_what_one_chooses(command, tmp_path):
-    command = [*command, "--num_samples", "300", "--reference", str(tmp_path / "reference")]
-    run_forked([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command])
+def test_two_processes_choose_and_estimate_what_one_does(command, tmp_path, capsys):
+    """Fourteen components of three prompts, cut in the middle of the second; the report is printed once."""
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "a dog"}\n')
+    with (tmp_path / "mine.py").open("a") as file:  # who was asked
+        file.write("import os, pathlib\n")
+        file.write("pathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n")
+    command += ["--level", "0.1", "--num_samples", "300", "--reference", str(tmp_path / "reference")]
+    done = run_forked([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command])
     two = json.loads((tmp_path / "report.json").read_text())
     assert main(command) == 0
     one = json.loads((tmp_path / "report.json").read_text())
-    assert two["counts"] == one["counts"]
-    assert two["prob_bad"][0]["value"] == pytest.approx(one["prob_bad"][0]["value"], rel=1e-4)
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
+    assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1
+    for report in (one, two):
+        del report["settings"]
+    assert dict(leaves(two)) == pytest.approx(dict(leaves(one)), rel=1e-4)
+
+
+def leaves(value, path=()):
+    """Numbers of a report, and where they stand; reasons, which have numbers in them, are only counted."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(part, (*path, key))
+    else:
+        yield str(path), 0.0 if isinstance(value, str) or value is None else float(value)

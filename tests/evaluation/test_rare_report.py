@@ -1,6 +1,5 @@
 """Reports of rare events, and the command and the example that print them."""
 
-import importlib.util
 import json
 import math
 import runpy
@@ -9,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import rare_events
+from examples.worlds import two_tokens
 from examples.worlds.log_z_bounds import log_z_bounds
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.rare.estimates import cvar, prob_bad
@@ -17,7 +19,6 @@ from trl_repulse.evaluation.rare.mixture import MixtureSample
 from trl_repulse.evaluation.rare.report import format_report, rare_event_report
 
 from ..conftest import WORDS, build_model, build_tokenizer
-from ..distributed_support import launcher, run_forked
 from ..evaluation_support import write_inputs
 
 
@@ -92,54 +93,16 @@ def test_command_takes_a_policy_that_is_an_adapter(command, tmp_path, model_dirs
 
 
 @pytest.mark.thorough
-@pytest.mark.distributed
-def test_two_processes_estimate_what_one_estimates(command, tmp_path, capsys):
-    """Five components of three prompts, cut in the middle of the second; the report is printed once."""
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write('{"prompt": "a dog"}\n')
-    with (tmp_path / "mine.py").open("a") as file:  # who was asked
-        file.write("import os, pathlib\n")
-        file.write("pathlib.Path(__file__).with_name('rank' + os.environ.get('RANK', '')).touch()\n")
-    command, two = [*command, "--threshold", "-1", "--level", "0.1"], str(tmp_path / "two.json")
-    done = run_forked([*launcher(2, "cpu_ddp"), "-m", "trl_repulse.cli", *command, "--output", two])
-    assert main([*command, "--output", str(tmp_path / "one.json")]) == 0
-    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank", "rank0", "rank1"]
-    assert done.stdout.count("P(r < -1)  ") == capsys.readouterr().out.count("P(r < -1)  ") == 1
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    for report in (one, two):
-        del report["settings"]
-    assert dict(leaves(two)) == pytest.approx(dict(leaves(one)), rel=1e-4)
-
-
-def leaves(value, path=()):
-    """Numbers of a report, and where they stand; reasons, which have numbers in them, are only counted."""
-    if isinstance(value, dict | list):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, (*path, key))
-    else:
-        yield str(path), 0.0 if isinstance(value, str) or value is None else float(value)
-
-
-@pytest.mark.thorough
 @pytest.mark.trainer
 def test_example(tmp_path, monkeypatch, capsys):
     """On an untrained pair; its estimate holds the truth that the example prints beside it."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from examples.worlds import two_tokens
-
     AutoTokenizer.from_pretrained(two_tokens.policy_path()).save_pretrained(tmp_path)
     for folder in (tmp_path, tmp_path / "proposal"):
         AutoModelForCausalLM.from_pretrained(two_tokens.policy_path()).save_pretrained(folder)
-    path = ROOT / "examples" / "rare_events.py"
-    monkeypatch.syspath_prepend(path.parent)
-    spec = importlib.util.spec_from_file_location("rare_events_example", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr("sys.argv", [path.name, "--output_dir", str(tmp_path), "--num_samples", "1000"])
+    monkeypatch.setattr("sys.argv", ["rare_events.py", "--output_dir", str(tmp_path), "--num_samples", "1000"])
     bounds = []
-    monkeypatch.setattr(module, "log_z_bounds", lambda *args: bounds.extend(log_z_bounds(*args)) or bounds)
-    module.main()
+    monkeypatch.setattr(rare_events, "log_z_bounds", lambda *args: bounds.extend(log_z_bounds(*args)) or bounds)
+    rare_events.main()
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("P(r < -5)"))
     lower, upper = float(row[4]), float(row[6])

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from trl_repulse.evaluation.log_probs import completion_logits
 from trl_repulse.evaluation.rare import sampling as rare_sampling
@@ -239,27 +238,6 @@ def test_models_of_different_vocabularies_are_refused(tokenizer, reward):
     models = [build_model("gpt2", len(tokenizer) + more) for more in (0, 1)]
     with pytest.raises(ValueError, match="share one"):
         draw(models, tokenizer, ["the cat"], reward, (4, 4), 2)
-
-
-def test_adapters(model_dirs, tokenizer, prompts, reward, tmp_path):
-    """Policy and proposal from folders of adapters to one base: drawn from and scored as the two merged models are."""
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
-    merged = []
-    for seed, name in enumerate(("policy", "proposal")):
-        torch.manual_seed(seed)
-        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"]), config)
-        adapted.save_pretrained(tmp_path / name)
-        merged.append(adapted.merge_and_unload())
-    loaded = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / "policy"),
-        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "proposal"),
-    ]
-    arguments = (tokenizer, prompts["prompt"], reward, (60, 40), 2)
-    ours, theirs = draw(loaded, *arguments), draw(merged, *arguments)
-    assert ours.texts == theirs.texts
-    assert torch.allclose(ours.sample.log_density, theirs.sample.log_density, atol=1e-4)
-    assert not torch.allclose(ours.sample.log_density[..., 0], ours.sample.log_density[..., 1], atol=0.05)
-    assert largest_normalization_error(ours.sample) < 4
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if thinking is defined %} bad{% endif %}{% endfor %}"

@@ -157,18 +157,6 @@ def held(threshold, api_key=""):
     return judge
 
 
-def with_default(threshold):
-    return make("def f(goals, responses, limit=limit): return [limit for _ in responses]", limit=threshold)
-
-
-def with_constant(threshold):
-    return make(f"LIMIT = {threshold}\ndef f(goals, responses): return [LIMIT for _ in responses]")
-
-
-def with_helper(threshold):
-    return make(f"def help(): return {threshold}\ndef f(goals, responses): return [help() for _ in responses]")
-
-
 DIFFERENT = {
     "code": [make(JUDGE), make(JUDGE.replace("len", "-len"))],
     "lambdas": [
@@ -181,9 +169,11 @@ DIFFERENT = {
     "method": [Judge(1).other, Judge(1).__call__],
     "method of another": [Judge(1).other, Judge(2).other],
     "closure": [held(1), held(2)],
-    "default": [with_default(1), with_default(2)],
-    "constant": [with_constant([1]), with_constant([2])],
-    "function of its file": [with_helper(1), with_helper(2)],
+    "default": [make("def f(goals, responses, limit=limit): return [limit]", limit=each) for each in (1, 2)],
+    "constant": [make(f"LIMIT = {each}\ndef f(goals, responses): return [LIMIT]") for each in ([1], [2])],
+    "function of its file": [
+        make(f"def help(): return {each}\ndef f(goals, responses): return [help()]") for each in (1, 2)
+    ],
     "partial": [functools.partial(held(1), goals=[each]) for each in "ab"],
     "partial of another": [functools.partial(Judge(each), goals=[]) for each in (1, 2)],
 }

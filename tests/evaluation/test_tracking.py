@@ -66,8 +66,6 @@ def keys(report):
         {"proposal": "policy"},
         {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": 0.0},
         {"num_proposal_generations": 6, "proposal_updates_per_step": 2},
-        {"proposal_update_order": "after"},
-        {"gradient_accumulation_steps": 2},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
         {"steps_per_generation": 2, "num_iterations": 2},
         {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
@@ -176,7 +174,7 @@ def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tm
 
 
 def test_what_is_refused(tmp_path, evaluator, reward):
-    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer = make_trainer(tmp_path, False)
     with pytest.raises(ValueError, match="`every=0` must be at least 1"):
         ExactTrackingCallback(evaluator, trainer, every=0)
     with pytest.raises(ValueError, match="A prompt of .* exceed the model's context of .* shorten or drop the prompt"):
@@ -184,7 +182,14 @@ def test_what_is_refused(tmp_path, evaluator, reward):
     with pytest.raises(ValueError, match="needs plain-text prompts; evaluate conversations by sampling"):
         ExactTrackingCallback.from_trainer(trainer, [[{"role": "user", "content": "a"}]], [0])
     with pytest.raises(ValueError, match="needs `reward_funcs` to be one reward model; build `ExactEvaluator`"):
-        ExactTrackingCallback.from_trainer(make_trainer(tmp_path, reward=reward, max_steps=1), ["the"], [0])
+        ExactTrackingCallback.from_trainer(make_trainer(tmp_path, False, reward=reward), ["the"], [0])
+    for given, prompt, message in (
+        (trainer, [{"role": "user", "content": "the "}], "plain-text prompts"),
+        (trainer, "the " * 500, "exceed the model's context"),
+        (make_trainer(tmp_path, False, max_completion_length=3), "the ", "`max_completion_length=3` is too long to"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BadTokenTrackingCallback(given, [prompt], [4])
 
 
 TWO = {"max_completion_length": 2, "per_device_train_batch_size": 32}
@@ -215,17 +220,6 @@ def test_bad_tokens_along_a_run(tmp_path):
     assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
     plot_training(tracking.history, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_bad_tokens_refuse_what_cannot_be_enumerated(tmp_path):
-    trainer = make_trainer(tmp_path, False, max_completion_length=3)
-    with pytest.raises(ValueError, match="`max_completion_length=3` is too long to compute log P"):
-        BadTokenTrackingCallback(trainer, ["the "], [4])
-    trainer = make_trainer(tmp_path, False, **TWO)
-    with pytest.raises(ValueError, match="plain-text prompts"):
-        BadTokenTrackingCallback(trainer, [[{"role": "user", "content": "the "}]], [4])
-    with pytest.raises(ValueError, match="exceed the model's context"):
-        BadTokenTrackingCallback(trainer, ["the " * 500], [4])
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,8 @@ def test_labels(load):
     assert call(load(source, label_column="answer"), answer=["a", "bb", "ccc"]) == [1.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="has no column `answer` of labels"):
         call(load(source, label_column="answer"))
+    # of which a function without labels needs none
+    assert call(load("def reward(completions): return [1.0] * 3", label_column="answer")) == [1.0] * 3
 
 
 @pytest.mark.parametrize("parameters", ["completions, labels", "completions, labels=None", "completions, **kwargs"])
@@ -78,10 +80,6 @@ def test_labels_of_a_function_of_completions(load, parameters):
     assert call(load(source), labels=["a", "bb", "ccc"]) == [1.0, 2.0, 3.0]
     with pytest.raises(ValueError, match="has no column `answer` of labels"):
         call(load(source, label_column="answer"), labels=["a", "bb", "ccc"])
-
-
-def test_a_label_column_is_not_asked_of_a_function_without_labels(load):
-    assert call(load("def reward(completions): return [1.0] * 3", label_column="answer")) == [1.0] * 3
 
 
 def test_conversations(load):

@@ -144,9 +144,3 @@ def test_conversations_that_cannot_be_read_are_refused(tmp_path):
     assert len(reward(["the cat"], [" ran" * fits])) == 1
     with pytest.raises(ValueError, match=r"GuardReward got a conversation of 33 tokens, more than the context"):
         reward(["the cat"], [" ran" * (fits + 1)])
-
-
-def test_tied_weights_are_not_taken_for_missing_ones(tmp_path):
-    folder, model, tokenizer = make_guard(tmp_path, tie_word_embeddings=True)
-    result = GuardReward(folder, leads="", **CPU)(["the cat"], [" ran"])
-    assert result == pytest.approx([expect(model, tokenizer, ["safe"], ["unsafe"], "the cat", " ran")], abs=1e-5)

@@ -3,10 +3,7 @@
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification
 
-from examples.worlds import two_tokens
 from trl_repulse.rewards import ChatReward, GuardReward, SequencePairReward, ToxicityReward
 from trl_repulse.rewards.loading import load_reward
 
@@ -75,13 +72,3 @@ def test_a_language_model_is_no_reward_model(model_dirs):
 def test_refuses(arguments, kwargs, words):
     with pytest.raises(ValueError, match=words):
         load_reward(*arguments, **kwargs)
-
-
-def test_toxicity_reads_what_trl_reads():
-    """In the embedded world the named reward and TRL's own treatment of the path agree."""
-    model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
-    reward = load_reward("toxicity", two_tokens.reward_model_path())
-    ids = reward._tokenizer("the guest", add_special_tokens=False)["input_ids"]
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0, 0].item()
-    assert reward(["the"], [" guest"]) == [pytest.approx(expected, abs=1e-5)]

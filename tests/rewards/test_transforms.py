@@ -78,24 +78,19 @@ def test_class_potential():
     expect(zero[:, 2:], [[-40.0, 0.0]])
     assert one[0, 3] == -1000
     expect(class_log_potential(logit[:, :2], 2.0, 0), (2 * zero[:, :2]).tolist())
-
-
-def test_class_1_is_the_default():
     assert class_log_potential(torch.tensor([[5.0]]), 1.0) > class_log_potential(torch.tensor([[-5.0]]), 1.0)
 
 
 def test_parameters_out_of_range_are_refused():
-    for beta in (0.0, 0.5, math.nan):
-        with pytest.raises(ValueError, match="`beta` must be negative"):
-            exponential_transform(REWARD, 0.3, beta)
-    with pytest.raises(ValueError, match="`alpha`"):
-        exponential_transform(REWARD, -0.3, -1.0)
-    with pytest.raises(ValueError, match="`alpha`"):
-        indicator_transform(REWARD, -0.3, -1.0)
-    with pytest.raises(ValueError, match="`eps`"):
-        indicator_log_potential(REWARD, -1.0, eps=-1e-3)
-    with pytest.raises(ValueError, match="`target_class`"):
-        class_log_potential(REWARD, 1.0, 2)
+    for function, arguments, message in (
+        *((exponential_transform, (0.3, beta), "`beta` must be negative") for beta in (0.0, 0.5, math.nan)),
+        (exponential_transform, (-0.3, -1.0), "`alpha`"),
+        (indicator_transform, (-0.3, -1.0), "`alpha`"),
+        (indicator_log_potential, (-1.0, -1e-3), "`eps`"),
+        (class_log_potential, (1.0, 2), "`target_class`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(REWARD, *arguments)
 
 
 def test_geometric_schedule():
@@ -103,9 +98,6 @@ def test_geometric_schedule():
     assert geometric_schedule(-0.1, -10.0, 0.5) == pytest.approx(-1.0)
     assert geometric_schedule(8.0, 1.0, 1 / 3) == pytest.approx(4.0)
     assert geometric_schedule(3.0, 3.0, 0.7) == 3.0
-
-
-def test_geometric_schedule_refuses():
     for ends in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(ValueError, match="same sign"):
             geometric_schedule(*ends, 0.5)
