@@ -13,7 +13,7 @@ from peft import LoraConfig
 from benchmarks.architectures import build
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.engine import preparation as _set_up
-from trl_repulse.engine.scoring import CompletionSets, Layout, Scoring, by_prompt
+from trl_repulse.engine.scoring import CompletionSets, Layout, Scoring, sorted_by_prompt
 from trl_repulse.engine.units import OWN, CompletionSet, Units
 from trl_repulse.generation.drawing import prompts_read_once
 from trl_repulse.trainers import base_trainer
@@ -257,7 +257,7 @@ def watch(trainer):
 def test_prompts_with_other_masks_are_others():
     ids = torch.full((4, 2), 5)
     mask = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 1]])
-    (found,) = by_prompt([{"prompt_ids": ids, "prompt_mask": mask}])
+    (found,) = sorted_by_prompt([{"prompt_ids": ids, "prompt_mask": mask}])
     assert found["prompt_mask"][:, 0].tolist() == [0, 0, 1, 1]
 
 
@@ -271,7 +271,7 @@ def test_rows_of_a_prompt_come_together():
         "nothing": None,
     }
     batches = [{k: x[i : i + 2] if k in list(rows)[:3] else x for k, x in rows.items()} for i in (0, 2, 4)]
-    found = by_prompt(batches)
+    found = sorted_by_prompt(batches)
     assert [batch["rewards"].tolist() for batch in found] == [[1, 4], [0, 2], [3, 5]]
     for batch in found:
         assert torch.equal(batch["prompt_ids"], ids[batch["rewards"].long()])
@@ -292,7 +292,7 @@ def test_a_prompt_is_read_once(make, method, monkeypatch):
     assert all(count == 1 and (length - LENGTH) // WIDTH >= per_batch for count, length in rows)
     assert_the_same(together, build_and_train(make, method, share_prompts=False))
 
-    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "sorted_by_prompt", lambda batches: batches)
     shuffled = build_on_rows(make, method, share_prompts=True)
     seen = watch(shuffled)
     shuffled.train()
@@ -441,12 +441,17 @@ def test_passes_without_gradient_are_no_larger_than_micro_batches(make, method, 
 def test_trls_shuffle_stays_where_it_matters(make, method, settings, sizes, monkeypatch):
     """Between updates; between micro-batches where a loss is of each; and where the trainer is TRL's, or shares nothing."""
     seen = set()
-    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: seen.add(len(batches)) or by_prompt(batches))
-    sorted_by_prompt = build_and_train(make, method, **settings)
+
+    def watched(batches):
+        seen.add(len(batches))
+        return sorted_by_prompt(batches)
+
+    monkeypatch.setattr(base_trainer, "sorted_by_prompt", watched)
+    sorted_run = build_and_train(make, method, **settings)
     assert seen == sizes
-    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "sorted_by_prompt", lambda batches: batches)
     shuffled = build_and_train(make, method, **settings)
-    for p, q in zip(sorted_by_prompt.model.parameters(), shuffled.model.parameters(), strict=True):
+    for p, q in zip(sorted_run.model.parameters(), shuffled.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
 
 
@@ -461,7 +466,7 @@ def test_shares_of_clipped_completions_do_not_hang_on_their_order(make, monkeypa
 
     found = shares()
     assert max(found) > 0
-    monkeypatch.setattr(base_trainer, "by_prompt", lambda batches: batches)
+    monkeypatch.setattr(base_trainer, "sorted_by_prompt", lambda batches: batches)
     assert shares() == pytest.approx(found, abs=1e-6)
 
 
