@@ -168,7 +168,7 @@ def test_a_baseline_takes_the_file_of_the_method(tmp_path, monkeypatch, caplog, 
 
 def run(*command, cwd):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, env=environment)
 
 
 @pytest.mark.thorough

@@ -97,7 +97,7 @@ def run(tmp_path_factory):
     if not trackers:
         pytest.skip("none of the trackers is installed")
     command = [sys.executable, str(ROOT / "tests" / "tracked_run.py"), str(folder / "out"), *trackers]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return folder, next((line for line in done.stdout.splitlines() if line.startswith('{"')), "")
 
