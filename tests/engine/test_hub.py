@@ -275,7 +275,7 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
         "@software{vonwerra2020trl",
     ):
         assert said in card.text
-    for absent in ("### Measured", "None", "reward_transform_", "cvar_", "constraint", "SchedulerType"):
+    for absent in ("### Measured", "question", "None", "reward_transform_", "cvar_", "constraint", "SchedulerType"):
         assert absent not in card.text
 
 

@@ -21,6 +21,7 @@ from trl.trainer import utils as trl_utils
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer, _trl
 from trl_repulse.configs._checks import require_defaults
 from trl_repulse.configs.reinforce_config import _GRPO_ONLY
+from trl_repulse.trainers._grpo_loss import GRPOLossTrainer
 
 from ..conftest import USE_CPU, build_accelerator, build_model, word_reward
 
@@ -158,10 +159,11 @@ def test_a_changed_signature_is_reported_by_method_and_version(monkeypatch, name
 def test_an_option_that_only_a_newer_trl_has_is_refused():
     """As a mask of the tokens that an engine sampled from, which our own scoring would leave out without a word."""
     _trl.require_known_options({"batch_size": 4, "compute_entropy": True, "pixel_values": None})
+    score, trainer = GRPOLossTrainer._get_per_token_logps_and_entropies, SimpleNamespace(_leaves_passes_to_trl=False)
     with pytest.raises(
         RuntimeError, match=f"TRL {version('trl')} asks for log-probabilities with sampling_mask, which"
     ):
-        _trl.require_known_options({"batch_size": 4, "sampling_mask": []})
+        score(trainer, None, None, None, 1, batch_size=4, sampling_mask=[])
 
 
 def test_a_field_that_a_newer_trl_has_dropped_is_not_missed(monkeypatch, tmp_path):

@@ -25,6 +25,8 @@ from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.engine.scoring import Layout, Wanted, token_log_probs
 from trl_repulse.engine.units import EXTRA, OWN, Units
+from trl_repulse.evaluation._generation import transformers_engine
+from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.generation import TransformersGenerator
 from trl_repulse.generation._probe import Guard, Passes, holds, probe
 
@@ -115,13 +117,26 @@ def test_nothing_is_disturbed(tokenizer):
 # Draws
 
 
-def test_draws_are_the_models_own(tokenizer, faulty):
+@pytest.mark.parametrize("by", ["generator", "engine"])
+def test_draws_are_the_models_own(tokenizer, faulty, by):
     model = build_tiny(faulty, len(tokenizer))
     prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(500)]
-    torch.manual_seed(0)
-    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
-    drawn = [row.token_ids for rows in generator.complete(PROMPTS, "policy", 500) for row in rows]
+    if by == "engine":
+        drawn = transformers_engine(model, tokenizer, 4, 2000)(prompts, 0)
+    else:
+        torch.manual_seed(0)
+        generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=4, batch_size=2000)
+        drawn = [row.token_ids for rows in generator.complete(PROMPTS, "policy", 500) for row in rows]
     assert abs(surprise(model, prompts, drawn)) < 4.5
+
+
+def test_held_out_scores_are_the_models_own(tokenizer, faulty):
+    model = build_tiny(faulty, len(tokenizer))
+    prompts, completions = tokenizer(PROMPTS)["input_ids"], [[4, 12, 7], [5, 1], [16], [3, 9, 1]]
+    scores, _ = completion_log_probs(model, prompts, completions)
+    for value, prompt, completion in zip(scores, prompts, completions, strict=True):
+        expected = alone(model, prompt, completion).gather(1, torch.tensor(completion)[:, None]).sum()
+        assert value.item() == pytest.approx(expected.item(), abs=1e-4)
 
 
 # Trainers
