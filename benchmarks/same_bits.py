@@ -76,9 +76,9 @@ class Case:
 CASES = {
     # REINFORCE
     "reinforce": Case(ReinforceTrainer, KL | EVALUATED),
-    "reinforce, CVaR": Case(
+    "reinforce, normalized": Case(
         ReinforceTrainer,
-        {"cvar_level": 0.3, "baseline": "group_mean", "normalize_advantages": True, "logprob_reduction": "sum"},
+        {"baseline": "group_mean", "normalize_advantages": True, "logprob_reduction": "sum"},
         "llama",
     ),
     "reinforce, transform, dropout": Case(

@@ -122,7 +122,6 @@ METHODS = {
     "hot, threshold measured": {"proposal": "hot_policy", "proposal_temperature": 2.0},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
-    "CVaR": {"cvar_level": 0.4},
     "PPO": {"num_iterations": 2, "value_clip": 0.01},
     "tails": {"max_steps": 3},
     "constraint": {"max_bad_probability": 0.1, "bad_reward_threshold": -2.0, "constraint_learning_rate": 0.5},

@@ -53,7 +53,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "PPO": ("ppo", {}),
     "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
-    "CVaR 0.2": ("reinforce", {"cvar_level": 0.2}),
     "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
     "REINFORCE, rate 6e-5": ("reinforce", {"learning_rate": 6e-5}),
     "REINFORCE, rate 1e-4": ("reinforce", {"learning_rate": 1e-4}),

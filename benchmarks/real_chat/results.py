@@ -71,7 +71,9 @@ def add(file: Path, rows: Iterable[Row]) -> list[Row]:
 
 def print_table(rows: list[Row], methods: list[str]) -> None:
     """A table for each device, methods pooled over seeds, and paired differences from REINFORCE at the same budget."""
-    order = ["initial policy", *methods]
+    order = [
+        *dict.fromkeys(["initial policy", *methods, *(row["method"] for row in rows)])
+    ]  # some methods have left the package
 
     def place(row: Row) -> tuple:
         budget = row.get("budget") or 0

@@ -101,7 +101,7 @@ def listed(command, capsys, *flags):
         (
             "reinforce",
             "",
-            {"learning_rate": "by the model's size", "cvar_level": "unset", "baseline": "leave_one_out"},
+            {"learning_rate": "by the model's size", "reward_transform": "unset", "baseline": "leave_one_out"},
         ),
     ],
 )

@@ -248,7 +248,6 @@ def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, ca
         (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
         (ReinforceTrainer, {"disable_dropout": False}),
         (ReinforceTrainer, {"sync_ref_model": True}),
-        (ReinforceTrainer, {"cvar_level": 0.5}),
         (ReinforceTrainer, {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0}),
         (PPOTrainer, {"temperature": 0.5}),
         (PPOTrainer, {"delta": 3.0}),

@@ -240,7 +240,7 @@ RUNS += [("llama", (4, 2), case) for case in ("hot", "own", "proposal")]
 
 def settings_of(trainer, **changed):
     """A trainer's settings for the formulas, of which `changed` are other ones."""
-    plain = {"baseline": "none", "normalize_advantages": False, "cvar_level": None}
+    plain = {"baseline": "none", "normalize_advantages": False}
     return SimpleNamespace(**(vars(trainer.args) | plain | changed))
 
 

@@ -17,8 +17,6 @@ METHODS = {
     "group mean": {"baseline": "group_mean"},
     "no baseline": {"baseline": "none"},
     "constant": {"baseline": "constant", "baseline_constant": 0.5},
-    "CVaR": {"cvar_level": 0.4},
-    "CVaR of prompts": {"cvar_level": 0.5, "cvar_over": "prompt", "cvar_schedule_ratio": 0.0},
     "exponential": {"reward_transform": "exponential", "reward_transform_alpha": 0.1},
     "indicator": {"reward_transform": "indicator", "reward_transform_alpha": 3.0, "reward_transform_threshold": -1.0},
 }
@@ -26,7 +24,7 @@ METHODS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("method", "sign"), [(name, 1) for name in METHODS] + [(name, -1) for name in ("published", "REINFORCE++", "CVaR")]
+    ("method", "sign"), [(name, 1) for name in METHODS] + [(name, -1) for name in ("published", "REINFORCE++")]
 )
 def test_each_method_follows_the_reward(make, evaluator, reward, method, sign):
     """With the opposite reward, the control, the direction turns."""
@@ -51,20 +49,6 @@ def test_logged_advantages_are_normalised_over_the_batch(make, method):
     assert not torch.allclose(advantages.view(4, 4).std(dim=1), torch.ones(4), atol=0.05)  # not prompt by prompt
 
 
-def test_the_level_of_cvar_falls_over_the_first_updates(make, evaluator):
-    """Fourteen updates, of which seven lower it; what is logged is the mean of the worst share."""
-    trainer = make(ReinforceTrainer, max_steps=14, cvar_level=0.25, log_completions=True)
-    start = evaluator.evaluate(trainer.model)
-    trainer.train()
-    logs = trainer.state.log_history[:-1]
-    levels = [log["cvar_level"] for log in logs]
-    assert levels == pytest.approx([max(0.25, 1 - 0.75 * step / 6.5) for step in range(14)])
-    assert logs[0]["reward_cvar"] == pytest.approx(logs[0]["reward"], abs=1e-6)
-    rewards = sorted(trainer._logs["rewards"]["word_reward"])[:4]  # of the last batch's 16
-    assert logs[-1]["reward_cvar"] == pytest.approx(sum(rewards) / 4, abs=1e-6)
-    assert evaluator.evaluate(trainer.model).log_prob_bad < start.log_prob_bad - 0.2
-
-
 def test_refused_data(make):
     with pytest.raises(ValueError, match="no column `prompt`, only question"):
         make(ReinforceTrainer, dataset=Dataset.from_dict({"question": ["a"]}))
@@ -74,16 +58,3 @@ def test_refused_data(make):
         make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": []}))
     with pytest.raises(ValueError, match="exceed the model's context of 32 tokens"):
         make(ReinforceTrainer, dataset=Dataset.from_dict({"prompt": ["the cat " * 20] * 4})).train()
-
-
-@pytest.mark.trainer
-@pytest.mark.parametrize("generations", [4, 1])
-def test_evaluation_has_one_level_of_cvar(make, generations):
-    """Not that of the schedule, which depends on when; and no number where a group has less than one sample."""
-    trainer = make(ReinforceTrainer, cvar_level=0.5, cvar_over="prompt", num_generations_eval=generations)
-    trainer.eval_dataset = trainer.train_dataset
-    metrics = trainer.evaluate()
-    assert metrics["eval_cvar_level"] == 0.5
-    assert ("eval_reward_cvar" in metrics) == (generations > 1)
-    if generations > 1:
-        assert metrics["eval_reward_cvar"] < metrics["eval_reward"]

@@ -5,7 +5,6 @@ sums, so that nothing of the library's losses, weights, padding or batching take
 """
 
 import math
-from argparse import Namespace
 
 import pytest
 import torch
@@ -17,17 +16,6 @@ from ..recorded import POLICY, PROMPTS, PROPOSAL, N, assert_gradients, recorded,
 
 
 pytestmark = pytest.mark.trainer
-
-
-def cvar_by_hand(rewards, level, over):
-    """r less what it lacks to the quantile, over the level; `None` stands for a sample without a reward."""
-    groups = rewards if over == "prompt" else [sum(rewards, [])]
-    tails = []
-    for group in groups:
-        known = sorted(r for r in group if r is not None)
-        quantile = known[math.ceil(level * (len(known) - 1))]
-        tails += [None if r is None else quantile - max(quantile - r, 0) / level for r in group]
-    return [tails[i : i + N] for i in range(0, len(tails), N)]
 
 
 def reference_loss(policy, proposal, ref, tokenizer, reward, args):
@@ -42,8 +30,6 @@ def reference_loss(policy, proposal, ref, tokenizer, reward, args):
         all_log_ps.append(log_ps)
         all_kls.append(kls)
         all_rewards.append(reward(texts))
-    if args.cvar_level is not None:
-        all_rewards = cvar_by_hand(all_rewards, args.cvar_level, args.cvar_over)
     returns = [
         [math.nan if r is None else r - args.beta * kl.item() for r, kl in zip(*pairs, strict=True)]
         for pairs in zip(all_rewards, all_kls, strict=True)
@@ -100,7 +86,6 @@ def run(update):
     return run
 
 
-CVAR = {"cvar_level": 0.4, "cvar_schedule_ratio": 0.0}
 CASES = {
     "published": {},
     "eq4": {"alpha_normalization": "none", "logprob_reduction": "sum"},
@@ -108,7 +93,6 @@ CASES = {
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "group mean": {"baseline": "group_mean"},
-    "CVaR": CVAR,
 }
 
 
@@ -169,9 +153,6 @@ METHODS = {
     "published": {},
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
-    "CVaR": CVAR,
-    "CVaR of prompts": CVAR | {"cvar_over": "prompt"},
-    "CVaR, normalised": CVAR | {"baseline": "none", "normalize_advantages": True},
 }
 
 
@@ -197,20 +178,6 @@ def test_a_wrong_normalisation_would_be_noticed(run, tokenizer, reward, wrong):
     policy_loss, _ = reference_loss(policy, None, reference, tokenizer, reward, args)
     with pytest.raises(AssertionError):
         assert_gradients(policy_loss, policy, grads["policy"])
-
-
-@pytest.mark.parametrize(
-    "batches", [pytest.param((8, 1), marks=pytest.mark.thorough), (2, 4)], ids=lambda b: f"{b[0]}x{b[1]}"
-)
-def test_cvar_is_of_the_generation_batch_however_it_is_cut(run, tokenizer, reward, batches):
-    """And not of a prompt: that would be noticed, as would be rewards as they are."""
-    _, policy, _, reference, grads, args = run("gpt2", *batches, trainer_cls=RecordedReinforce, **CVAR | {"beta": 0.3})
-    args.alpha = 0.0
-    assert_gradients(reference_loss(policy, None, reference, tokenizer, reward, args)[0], policy, grads["policy"])
-    for change in ({"cvar_over": "prompt"}, {"cvar_level": 1.0}):
-        loss, _ = reference_loss(policy, None, reference, tokenizer, reward, Namespace(**vars(args) | change))
-        with pytest.raises(AssertionError):
-            assert_gradients(loss, policy, grads["policy"])
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -242,7 +209,7 @@ def leaving_out(reward, texts):
 @pytest.mark.thorough
 @pytest.mark.parametrize("which", LEFT_OUT)
 @pytest.mark.parametrize("batches", [(8, 1), (4, 2), (1, 8)], ids=lambda b: f"{b[0]}x{b[1]}")
-@pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline", "CVaR"])
+@pytest.mark.parametrize("case", ["published", "eq4", "REINFORCE++-baseline"])
 def test_a_sample_without_a_reward_is_as_if_not_drawn(run, tokenizer, reward, which, batches, case):
     """Its weight is 0, and all others' are those computed without it; P·N stays the denominator."""
     partial = leaving_out(reward, LEFT_OUT[which])

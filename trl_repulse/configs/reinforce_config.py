@@ -58,16 +58,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         normalize_advantages (`bool`, *optional*, defaults to `False`):
             Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
             processes, like [`~trl.RLOOConfig`]'s field.
-        cvar_level (`float`, *optional*):
-            If set, the policy maximises the mean of the worst share `cvar_level` of its rewards (the conditional value
-            at risk, CVaR). Above 0 and at most 1, which is the mean. It acts after clipping and transform, and before
-            the KL penalty and the baseline.
-        cvar_over (`str`, *optional*, defaults to `"batch"`):
-            Rewards that `cvar_level` is a share of: those of a generation batch, over all prompts and processes
-            (`"batch"`), or of each prompt (`"prompt"`), which needs many samples a prompt.
-        cvar_schedule_ratio (`float`, *optional*, defaults to `0.5`):
-            Share of all updates in which the level of CVaR falls linearly from 1 to `cvar_level`: RA-RLHF's soft
-            schedule. 0: `cvar_level` from the start.
         max_bad_probability (`float`, *optional*):
             If set, a dual variable holds the probability of a reward under `bad_reward_threshold`, averaged over the
             prompts, to this limit ε. The variable is what a bad completion costs in units of reward, initially 1. In
@@ -107,9 +97,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = "leave_one_out"
     baseline_constant: float = 0.0
     normalize_advantages: bool = False
-    cvar_level: float | None = None
-    cvar_over: Literal["batch", "prompt"] = "batch"
-    cvar_schedule_ratio: float = 0.5
     max_bad_probability: float | None = None
     constraint_learning_rate: float = 0.02
     reward_clip_range: list[float] | None = None
@@ -129,7 +116,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
             self.reward_clip_range = limits
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
-        self._check_cvar()
         self._check_constraint()
         if self.baseline != "constant":
             require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")
@@ -138,18 +124,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
                 "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
             )
             require(self, not self.normalize_advantages, "baseline", remedy)
-
-    def _check_cvar(self) -> None:
-        if self.cvar_level is None:
-            return require_defaults(self, "has no effect; set `cvar_level`", "cvar_over", "cvar_schedule_ratio")
-        remedy = "must be above 0 and at most 1: the share of the worst rewards that counts"
-        require(self, 0 < self.cvar_level <= 1, "cvar_level", remedy)
-        remedy = "must be from 0 to 1: the share of the updates in which the level falls to `cvar_level`"
-        require(self, 0 <= self.cvar_schedule_ratio <= 1, "cvar_schedule_ratio", remedy)
-        size = "num_generations" if self.cvar_over == "prompt" else "generation_batch_size"
-        samples = getattr(self, size)
-        remedy = f"is less than one of the {samples} samples that it is a share of; raise it to {math.ceil(1000 / samples) / 1000:g}, or `{size}`"
-        require(self, self.cvar_level * samples >= 1 - 1e-6, "cvar_level", remedy)
 
     @property
     def charges_bad(self) -> bool:

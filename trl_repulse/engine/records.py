@@ -62,7 +62,7 @@ _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
     value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
     proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
-    normalize_advantages cvar_level cvar_over max_bad_probability constraint_learning_rate gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    normalize_advantages max_bad_probability constraint_learning_rate gae_lambda gamma value_clip whiten_advantages reward_clip_range
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
 _OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
@@ -172,7 +172,7 @@ def _has_effect(args: Any, name: str) -> bool:
     """Whether a setting is set and has an effect."""
     if getattr(args, name, None) is None:
         return False
-    switch = {"cvar_over": "cvar_level", "constraint_learning_rate": "max_bad_probability"}.get(name)
+    switch = {"constraint_learning_rate": "max_bad_probability"}.get(name)
     if name.startswith("reward_transform_"):
         switch = "reward_transform"
     if switch is not None and getattr(args, switch, None) is None:

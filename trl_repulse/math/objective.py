@@ -115,8 +115,6 @@ def _require_non_negative(name: str, value: float) -> None:
 Baseline = Literal["leave_one_out", "group_mean", "constant", "none"]
 # Against division by 0, in units of return; TRL's value
 _EPSILON = 1e-4
-# Rounding error allowed in a number of samples
-_ROUNDING = 1e-6
 
 
 def kl_token_rewards(
@@ -152,50 +150,6 @@ def kl_token_rewards(
     positions = torch.arange(1, mask.shape[-1] + 1, device=mask.device) * (mask != 0)
     last = (positions == positions.amax(dim=-1, keepdim=True)) & (positions > 0)
     return torch.where(last, penalty + reward.detach().to(dtype).unsqueeze(-1), penalty)
-
-
-def cvar_rewards(rewards: torch.Tensor, level: float) -> torch.Tensor:
-    """
-    Rewards whose mean is the conditional value at risk (CVaR): t − max(t − r, 0) / κ, with t the κ-quantile.
-
-    CVaR at level κ is the mean of the worst share κ of rewards, and equals max_t {t − E[max(t − r, 0)] / κ} (Rockafellar
-    and Uryasev, 2000). At the best t, the κ-quantile, it has the gradient of the expectation. So REINFORCE on these rewards
-    is the policy gradient of CVaR, with any baseline and any κ; κ = 1 leaves rewards as they are.
-    [RA-RLHF](https://huggingface.co/papers/2501.06911) instead keeps only the worst share of a batch, with PPO's advantages.
-
-    Of M rewards t is the one at rank ⌈κ·(M − 1)⌉ + 1 from below: for each reward below it, the κ-quantile of the others. For
-    κ < 1 the estimate of the gradient has a bias of order 1 / M, since t and the baseline are from the same samples: in an
-    example with κ = 0.25 it was 42% of the gradient for M = 4, and 12% for M = 16.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards of shape (G, M), in G groups with a tail each; NaN leaves a sample out.
-        level (`float`):
-            κ, the share of the rewards in the tail, above 0 and at most 1.
-
-    Returns:
-        `torch.Tensor`: Of shape (G, M), in units of reward, detached; NaN where the reward is.
-
-    Raises:
-        `ValueError`: If `level` is not in (0, 1].
-    """
-    require_shape("rewards", rewards, (-1, -1))
-    if not 0 < level <= 1:
-        raise ValueError(f"`level` must be above 0 and at most 1, got {level}.")
-    rewards = rewards.detach()
-    count = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (G, 1)
-    under = (level * (count - 1) - _ROUNDING).ceil().long().clamp(min=0)
-    ranked = rewards.nan_to_num(nan=torch.inf).sort(dim=1).values
-    quantile = ranked.gather(1, under)
-    return quantile - (quantile - rewards).clamp(min=0) / level
-
-
-def cvar_schedule(level: float, ratio: float, progress: float) -> float:
-    """
-    Level of CVaR at a `progress` in [0, 1] of training: RA-RLHF's soft schedule, which falls linearly from 1 and reaches `level`
-    at `progress=ratio`.
-    """
-    return level if progress >= ratio else 1.0 - (1.0 - level) * progress / ratio
 
 
 def compute_advantages(

@@ -16,7 +16,7 @@ from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, cvar_rewards, cvar_schedule, is_below, repulse_loss
+from ..math.objective import WeightedSamples, compute_advantages, is_below, repulse_loss
 from ..method.constraint import Constraint
 from .base_trainer import BaseTrainer
 
@@ -111,10 +111,7 @@ class ReinforceTrainer(BaseTrainer):
 
     def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
-        of_batch = self.args.normalize_advantages or (
-            self.args.cvar_level is not None and self.args.cvar_over == "batch"
-        )
-        return not of_batch and not shape.early
+        return not self.args.normalize_advantages and not shape.early
 
     # Step 3: weigh
 
@@ -142,43 +139,21 @@ class ReinforceTrainer(BaseTrainer):
             bad = is_below(rewards, self.args.bad_reward_threshold).float()
             self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
 
-    def _tail(self, rewards: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Rewards `(U, n)` whose mean is that of the worst share of the rewards (CVaR); logs it."""
-        args, state, generations, accelerator = self.args, self.state, shape.generations, self.accelerator
-        level = args.cvar_level  # in evaluation always the same
-        if shape.training:
-            progress = min(state.global_step / max(state.max_steps - 1, 1), 1.0)
-            level = cvar_schedule(args.cvar_level, args.cvar_schedule_ratio, progress)
-        if args.cvar_over == "batch":  # the generation batch, that of all processes
-            everyone = accelerator.gather(rewards.flatten()).view(1, -1)
-            tail = cvar_rewards(everyone, level).flatten()[local_rows(accelerator, rewards.numel())].view_as(rewards)
-            generations = everyone.numel()
-        else:
-            tail = to_units(accelerator, cvar_rewards(to_prompts(accelerator, rewards, generations), level), rewards)
-        # A share of less than one sample has no mean, as in an evaluation with one completion a prompt
-        if level * generations >= 1:
-            self._logs_of_run.mean("reward_cvar", tail)
-        self._logs_of_run.metrics["cvar_level"].append(level)
-        return tail
-
     def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:
         """Units with `advantages` and `returns`, from rewards and, with a KL penalty, log-probabilities under the policy that was sampled."""
         own, generations, accelerator = units.own, shape.generations, self.accelerator
         kl = self._kl(own, None if self.beta == 0.0 else scores.of(OWN, own))
         self._observe(own.rewards)
-        rewards = self._transform(own.rewards)
-        returns = aims = rewards - self.beta * kl
-        if self.args.cvar_level is not None:
-            aims = self._tail(rewards, shape) - self.beta * kl
+        returns = self._transform(own.rewards) - self.beta * kl
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
         elif self.args.normalize_advantages:  # over the generation batch, that of all processes
-            everyone = accelerator.gather(aims.flatten()).view(-1, generations)  # (P, N)
+            everyone = accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
             advantages = compute_advantages(everyone, *baseline, normalize=True)
             advantages = advantages.flatten()[local_rows(accelerator, returns.numel())].view_as(returns)
         else:
-            advantages = compute_advantages(to_prompts(accelerator, aims, generations), *baseline)
+            advantages = compute_advantages(to_prompts(accelerator, returns, generations), *baseline)
             advantages = to_units(accelerator, advantages, returns)
 
         samples = (to_prompts(accelerator, x, generations) for x in (own.ids, own.mask, own.rewards))
