@@ -202,13 +202,6 @@ def add_reward(group: Any) -> None:
     )
 
 
-def add_export(group: Any, what: str = "all answers") -> None:
-    """Declares the arguments of a file for other tools."""
-    group.add_argument("--export", metavar="FILE", type=Path, help=f"JSON file for {what}")
-    layouts = ("jailbreakbench", "harmbench")
-    group.add_argument("--layout", choices=layouts, default=layouts[0], help="layout of that file (jailbreakbench)")
-
-
 def add_options(group: Any, *names: str, **options: Any) -> None:
     """Declares arguments that several commands have, by name. `options` are for all of them."""
     for name in names:
@@ -286,7 +279,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 # Arguments that name a file to write -> its endings, if it needs one
 _OUTPUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("output", "export"), ()),
+    "output": (),
     "figure": (".png", ".pdf", ".svg"),
     "inspect_log": (".eval",),
 }

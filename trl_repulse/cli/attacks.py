@@ -11,7 +11,7 @@ from ..evaluation.gcg.results import all_scores, read_results
 from ..evaluation.records import write_report
 from ..evaluation.tails import check_share, check_sizes
 from ._card import check_measured
-from ._fields import add_export, add_options, add_prompts, add_reward
+from ._fields import add_options, add_prompts, add_reward
 from .evaluate import SETTINGS, SIZES, write_log
 
 
@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--augment", action="store_true", help="an attack more: prompts with augmented letters")
     parser.add_argument("--gcg", metavar="FOLDER", help="results of `trl-repulse gcg`, as a row")
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
-    add_export(parser)
     add_options(parser, "confidence", "output", "inspect_log", "trust_remote_code")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
@@ -57,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         Attack,
         attack_report,
         check_names,
-        export_attempts,
         format_attacks,
         load_attacks,
         prepare,
@@ -109,8 +107,6 @@ def run(args: argparse.Namespace) -> int:
     if not state.is_main_process:
         return 0
     write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
-    if args.export is not None:
-        export_attempts(args.export, attacks, samples, behaviors, settings.num_samples, args.threshold, args.layout)
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, [args.threshold])
     print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
