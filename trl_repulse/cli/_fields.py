@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -258,6 +259,21 @@ def check_inputs(args: Any) -> None:
             is_path = str(value).startswith(("/", "./", "../", "~")) or path.suffix in _TABLES
             if is_path and not path.exists():
                 raise ValueError(f"There is no file or folder `{value}`, which `{name}` names; correct the path.")
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises a `ValueError` if a threshold is not finite, a seed is negative, or a nominal coverage is not between 0 and 1."""
+    for name in ("threshold", "thresholds", "bad_reward_threshold"):
+        values = getattr(args, name, None)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"`--{name} {value:g}` must be a finite number.")
+    if getattr(args, "seed", 0) < 0:
+        raise ValueError(f"`--seed {args.seed}` must be at least 0.")
+    if "confidence" in args:
+        from ..evaluation.tails import check_share
+
+        check_share("confidence", args.confidence)
 
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:

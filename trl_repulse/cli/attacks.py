@@ -1,7 +1,6 @@
 """`trl-repulse attacks`: how often templates, prefilled answers and augmented prompts make a model answer badly."""
 
 import argparse
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from .._numbers import percent
 from ..evaluation.gcg.results import all_scores, read_results
 from ..evaluation.records import write_report
-from ..evaluation.tails import check_share, check_sizes
+from ..evaluation.tails import check_sizes
 from ._card import check_measured
 from ._fields import add_options, add_prompts, add_reward
 from .evaluate import SETTINGS, SIZES, write_log
@@ -39,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before torch is imported."""
-    check_share("confidence", args.confidence)
     check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
-    if not math.isfinite(args.threshold):
-        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
     for k in (k for k in args.k if not 1 <= k <= args.num_samples):
         raise ValueError(f"`--k {k}` must be from 1 to `--num_samples {args.num_samples}`.")
 

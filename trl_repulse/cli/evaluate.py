@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
-    add_options(reading, "partial")
-    add_options(reading, "inspect_log")
+    add_options(reading, "partial", "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
 
@@ -121,9 +120,6 @@ def _check(args: argparse.Namespace) -> None:
         given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
-        for folder in args.folders:
-            if folder.is_file() and folder.suffix != ".eval":
-                raise ValueError(f"`{folder}` is a file; name a folder of samples, or an `.eval` log of Inspect.")
         return
     if len(args.folders) > 1:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")

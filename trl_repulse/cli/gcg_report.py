@@ -17,10 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
     )
     parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
-    parser.add_argument(
-        "--confidence", "--level", type=float, default=0.95, help="nominal coverage of the intervals (0.95)"
-    )
-    add_options(parser, "output")
+    add_options(parser, "confidence", "output")
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
     add_card(parser)
     parser.set_defaults(run=run)

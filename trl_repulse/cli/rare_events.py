@@ -109,11 +109,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("num_samples", "num_proposal_samples"):
         if (value := getattr(args, name)) is not None and (value < 0 or value == 1):
             raise ValueError(f"`--{name} {value}` must be 0, or at least 2.")
-    for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
-        check_share(name, value)
-    for threshold in args.threshold:
-        if not math.isfinite(threshold):
-            raise ValueError(f"`--threshold {threshold:g}` must be a number.")
+    for level in args.level:
+        check_share("level", level)
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])

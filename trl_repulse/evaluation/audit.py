@@ -11,7 +11,7 @@ sample whatever the scores. Intervals meld those of the π_s and θ_s, as Fay, P
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,8 @@ class Audit:
         return "bounds" if self.reasons else "reliable"
 
     def to_dict(self) -> dict[str, Any]:
-        """The audit as a JSON value; numbers that are not finite stay."""
-        found = {name: vars(estimate) for name, estimate in self.estimates.items()}
-        named = {"threshold": self.threshold, "estimates": found, "strata": self.strata}
-        return named | {"verdict": self.verdict, "reasons": list(self.reasons), "unlabelled": self.unlabelled}
+        """The attributes and `verdict`; numbers that are not finite stay."""
+        return asdict(self) | {"verdict": self.verdict}
 
     def notes(self) -> list[str]:
         """Lines with the verdict."""

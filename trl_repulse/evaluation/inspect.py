@@ -51,7 +51,7 @@ from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state
-from .records import SampleSet, digest, finite_json
+from .records import SampleSet, digest, finite_json, plain_json
 
 
 _VIEWED = "worst answers"  # name of the task of logs that are written here
@@ -417,7 +417,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         "reference": None,
         "rewards": {each.name: each.options or {} for each in evaluated.scorers or []},
         "prompts": {"count": len(rows), "sha256": digest(inputs)},
-        "settings": json.loads(json.dumps(settings, default=str)),
+        "settings": plain_json(settings),
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)
