@@ -149,13 +149,8 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     return [len(indices) for indices in chosen]
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """
-    The rows of a file of labels, with labels in lower case. They are not compared with samples yet.
-
-    Raises:
-        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown, or there is none.
-    """
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of labels, with labels in lower case. Raises as [`read_labels`], which compares them with samples."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -200,14 +195,15 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         scored ([`Scored`]): The completions that it was drawn from.
 
     Raises:
-        `ValueError`: As [`read_rows`], or if labels contradict each other, or a row was changed or is of other samples.
+        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown or contradicts another, there is
+            none, or a row was changed or is of other samples.
     """
     design: tuple[float, float] | None = None
     strata, identity = np.empty(0), scored.identity
     labelled, truly_bad, unlabelled = [0, 0, 0], [0, 0, 0], 0
     places: set[int] = set()
     seen: dict[tuple[str, str], bool] = {}
-    for row in read_rows(path):
+    for row in _read_rows(path):
         where = f"Row {row['row']} of `{path}`"
         if (row["samples"], row["column"]) != (identity, scored.column):
             raise ValueError(
