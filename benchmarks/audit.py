@@ -3,9 +3,8 @@ Coverage of the intervals for P(truly bad), on simulated judges whose errors are
 
 A truly bad completion has a score from N(−separation, 1), another one from N(0, 1); the judge calls it bad under the
 quantile of N(0, 1) at the judge's false-positive rate. Each run draws scores, draws completions to label, labels them without
-an error, and compares the interval with the prevalence. The method was chosen on `CHOICE`, with seed 0, between those of `METHODS`;
-a first run of `WORLDS`, with seed 1, showed that
-what proposals miss must not borrow the labels of what they find. The table to report is that of `WORLDS`, with seed 2.
+an error, and compares the interval with the prevalence. The method was chosen on `CHOICE`, with seed 0, between those of `METHODS`.
+The table to report is that of `WORLDS`, with seed 2.
 
     python -m benchmarks.audit            # the worlds to report
     python -m benchmarks.audit --choice   # the worlds that the method was chosen on
@@ -16,26 +15,22 @@ import math
 import time
 
 import numpy as np
-import torch
 from scipy.stats import norm
 
 from trl_repulse.evaluation.audit import audit_judge, known_errors
 from trl_repulse.evaluation.audit_labels import Labels, Scored, choose
-from trl_repulse.evaluation.rare.mixture import MixtureSample
 
 
 RUNS = 400
-SAMPLES = 20_000  # completions of the policy; a world with a prevalence under 1e-3 is drawn with a proposal as well
+SAMPLES = 20_000  # completions of the policy
 LABELLED = 300
 ELSEWHERE = 200  # truly bad and other completions labelled elsewhere
 # Prevalence, false-positive rate, separation of the scores
-CHOICE = [(0.05, 0.02, 2.0), (0.003, 0.003, 3.0), (3e-4, 1e-3, 4.0)]
+CHOICE = [(0.05, 0.02, 2.0), (0.003, 0.003, 3.0)]
 WORLDS = [
     *((1e-1, rate, separation) for rate, separation in ((1e-1, 2.0), (1e-2, 3.0))),
     *((1e-2, rate, separation) for rate, separation in ((1e-2, 2.0), (1e-3, 3.0))),
     *((1e-3, rate, separation) for rate, separation in ((1e-2, 3.0), (1e-3, 4.0))),
-    *((1e-4, rate, separation) for rate, separation in ((1e-3, 3.0), (1e-4, 5.0))),
-    *((1e-5, rate, separation) for rate, separation in ((1e-3, 3.0), (1e-5, 6.0))),
     # Common events, as of attacks
     *((5e-1, rate, separation) for rate, separation in ((1e-1, 2.0), (1e-2, 3.0))),
     *((2e-1, rate, separation) for rate, separation in ((1e-1, 2.0), (1e-2, 3.0))),
@@ -44,23 +39,11 @@ WORLDS = [
 
 
 def draw(world, rng):
-    """Scores, truth and, for rare worlds, importance weights: half of the completions are then of a proposal."""
+    """Scores and truth."""
     prevalence, _, separation = world
-    weighted = prevalence < 1e-3
     truth = rng.random(SAMPLES) < prevalence
     scores = rng.normal(size=SAMPLES) - separation * truth
-    if not weighted:
-        return Scored([""] * SAMPLES, [""] * SAMPLES, scores[None]), truth
-    # The proposal draws truly bad completions half of the time, with scores of another spread; the others are those of the policy
-    bad = rng.random(SAMPLES) < 0.5
-    drawn = np.where(bad, rng.normal(-separation, 1.3, SAMPLES), rng.normal(size=SAMPLES))
-    truth, scores = np.concatenate([truth, bad]), np.concatenate([scores, drawn])
-    of_bad, of_good = norm.logpdf(scores, -separation, 1), norm.logpdf(scores)
-    policy = np.where(truth, math.log(prevalence) + of_bad, math.log1p(-prevalence) + of_good)
-    proposal = math.log(0.5) + np.where(truth, norm.logpdf(scores, -separation, 1.3), of_good)
-    density = torch.tensor(np.stack([policy, proposal], -1)[None])
-    sample = MixtureSample(torch.tensor(scores[None]), density, (SAMPLES, SAMPLES))
-    return Scored([""] * len(scores), [""] * len(scores), scores[None], sample), truth
+    return Scored([""] * SAMPLES, [""] * SAMPLES, scores[None]), truth
 
 
 def label(scored, truth, threshold, seed):
@@ -78,13 +61,13 @@ def double_sample(world, scored, truth, threshold, seed, rng):
 def normal_double_sample(world, scored, truth, threshold, seed, rng):
     """The textbook's variance of a double sample, with a normal interval."""
     labels = label(scored, truth, threshold, seed)
-    strata, w = scored.strata(threshold, labels.near_up_to), scored.weights
+    strata = scored.strata(threshold, labels.near_up_to)
     value = variance = 0.0
     for number, (m, k) in enumerate(zip(labels.labelled, labels.truly_bad, strict=True)):
-        inside = w * (strata == number)
+        inside = strata == number
         share, theta = float(inside.mean()), k / m if m else 0.0
         value += share * theta
-        variance += theta**2 * float(inside.var()) / w.size + share**2 * theta * (1 - theta) / max(m, 1)
+        variance += theta**2 * float(inside.var()) / inside.size + share**2 * theta * (1 - theta) / max(m, 1)
     half = 1.96 * math.sqrt(variance)
     return {"P(truly bad)": (value, value - half, value + half)}, ""
 
@@ -92,14 +75,12 @@ def normal_double_sample(world, scored, truth, threshold, seed, rng):
 def jeffreys_double_sample(world, scored, truth, threshold, seed, rng):
     """Posterior draws with Jeffreys's priors, on the same sums."""
     labels = label(scored, truth, threshold, seed)
-    strata, w = scored.strata(threshold, labels.near_up_to), scored.weights
+    strata = scored.strata(threshold, labels.near_up_to)
     total = np.zeros(10_000)
     rest = np.ones(10_000)
     for number, (m, k) in enumerate(zip(labels.labelled, labels.truly_bad, strict=True)):
-        inside = w * (strata == number)
-        mean, variance = float(inside.mean()), float(inside.var()) / w.size
-        size = mean * (1 - mean) / variance if variance else float(w.size)
-        share = rng.beta(mean * size + 0.5, (1 - mean) * size + 0.5, 10_000) if number < 2 else rest
+        count = int((strata == number).sum())
+        share = rng.beta(count + 0.5, strata.size - count + 0.5, 10_000) if number < 2 else rest
         rest = rest - share
         total += share * rng.beta(k + 0.5, m - k + 0.5, 10_000)
     return {"P(truly bad)": (float("nan"), *np.quantile(total, [0.025, 0.975]))}, ""
@@ -123,7 +104,7 @@ def normal_rogan_gladen(world, scored, truth, threshold, seed, rng):
     se, sp = (k / m for k, m in elsewhere(world, rng))
     if se + sp <= 1:
         return {"P(truly bad)": (0.0, 0.0, 1.0)}, ""
-    inside = scored.weights * (scored.scores < threshold)
+    inside = scored.scores < threshold
     margin = se + sp - 1
     value = (float(inside.mean()) + sp - 1) / margin
     variance = float(inside.var()) / inside.size
@@ -150,7 +131,7 @@ METHODS = {
     "double sample, normal": normal_double_sample,
     "Rogan-Gladen, melded": rogan_gladen,
     "Rogan-Gladen, normal": normal_rogan_gladen,
-    "Rogan-Gladen, as garak": garak,  # of equal weights
+    "Rogan-Gladen, as garak": garak,
 }
 
 
@@ -189,11 +170,9 @@ def main() -> None:
         for run in range(args.runs):
             rng = np.random.default_rng([first, number, run])
             scored, truth = draw(world, rng)
-            if not (scored.weights * (scored.scores < threshold)).any():
+            if not (scored.scores < threshold).any():
                 continue
             for name, method in METHODS.items():
-                if method is garak and scored.mixture is not None:
-                    continue
                 estimates, verdict = method(world, scored, truth, threshold, run, rng)
                 one, *rest = (
                     it if isinstance(it, tuple) else (it.value, it.low, it.high) for it in estimates.values()

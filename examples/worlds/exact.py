@@ -17,13 +17,17 @@ from transformers import PreTrainedTokenizerBase
 from trl_repulse.data._checks import check_prompts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, joins
 from trl_repulse.evaluation._generation import reward_of_model
-from trl_repulse.evaluation.log_probs import log_mean_exp
 from trl_repulse.models._adapters import in_mode
 from trl_repulse.models._model_checks import check_causal, check_reward_model
 
 
 MAX_ENUMERATED = 5_000_000  # prompts times completions
 Reward = Callable[[list[str]], torch.Tensor]
+
+
+def log_mean_exp(log_prob: torch.Tensor) -> float:
+    """Log of the mean of probabilities, from their logs (P,)."""
+    return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from trl_repulse.configs.shared_config import documented
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.data._texts import check_added_tokens
 from trl_repulse.evaluation._generation import reward_of_model
-from trl_repulse.evaluation.log_probs import log_mean_exp
 from trl_repulse.evaluation.tails import check_sizes
 from trl_repulse.evaluation.tracking import TrackingCallback
 from trl_repulse.models._adapters import in_mode
@@ -38,7 +37,7 @@ from trl_repulse.models._deepspeed import gathered, is_partitioned
 from trl_repulse.models._loading import load_model, load_tokenizer
 from trl_repulse.models._model_checks import check_causal, check_token_ids
 
-from .exact import ExactEvaluator
+from .exact import ExactEvaluator, log_mean_exp
 
 
 # An exact evaluation takes tens of thousands of sequences a prompt for a vocabulary as large as GPT-2's

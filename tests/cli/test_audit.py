@@ -7,10 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trl_repulse._numbers import plain as plain_number
 from trl_repulse.cli.main import main
 
-from ..conftest import build_model
 from ..evaluation_support import save_chat, write_inputs, write_samples
 
 
@@ -137,21 +135,15 @@ def test_rows_of_commas_are_no_rows(drawn, capsys, separator):
 
 
 def test_messages_are_drawn_as_a_person_reads_them(tmp_path, capsys):
-    """From both commands, and in the report by prompt: without the tokens of the chat template."""
+    """And in the report by prompt: without the tokens of the chat template."""
     template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
     one, two = {"role": "user", "content": "the cat"}, {"role": "system", "content": "fish"}
     more = write_inputs(tmp_path, "[float(i % 3) for i in range(len(completions))]", ([one], [two, one]))
-    model, samples, rare = save_chat(tmp_path / "model", template)[0], str(tmp_path / "s"), str(tmp_path / "r.parquet")
+    model, samples, labels = save_chat(tmp_path / "model", template)[0], str(tmp_path / "s"), str(tmp_path / "l.csv")
     assert main(["evaluate", samples, "--model", model, *more, "--num_samples", "8", "--per_prompt"]) == 0
     assert "Prompt 'the cat'" in capsys.readouterr().out
-    few = ["--threshold", "1", "--num_samples", "8", "--num_proposal_samples", "0", "--samples", rare]
-    assert main(["rare-events", model, *more, *few]) == 0
-    for name in (samples, rare):
-        labels = tmp_path / f"{name}.csv"
-        assert main(["audit", name, str(labels), "--draw", "16", "--threshold", "1"]) == 0
-        assert {*pd.read_csv(labels)["prompt"]} == {"the cat", "system: fish\n\nuser: the cat"}
-        relabel(labels, by_index)
-        assert main(["audit", name, str(labels)]) == 0
+    assert main(["audit", samples, labels, "--draw", "16", "--threshold", "1"]) == 0
+    assert {*pd.read_csv(labels)["prompt"]} == {"the cat", "system: fish\n\nuser: the cat"}
 
 
 def test_contradictory_labels(tmp_path, capsys):
@@ -186,27 +178,3 @@ def test_mistakes_in_the_command(drawn, capsys, monkeypatch, tmp_path, arguments
     assert main(["audit", "samples", *arguments]) == 1
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
-
-
-def by_word(number, row):
-    """Truly bad is "bad" beside another word; from row 21 on, none is labelled."""
-    words = row["completion"].split()
-    row["label"] = str(int("bad" in words and words != ["bad", "bad"])) if number < 20 else ""
-
-
-def test_labels_of_importance_samples_reach_their_report(tmp_path, model_dirs, tokenizer, capsys):
-    """From the draws of `rare-events` to the report of `audit`."""
-    build_model("gpt2", len(tokenizer), seed=1).save_pretrained(tmp_path / "proposal")
-    inputs = write_inputs(tmp_path, "[-3.0 * c.count('bad') for c in completions]")
-    stored, labels = tmp_path / "rare.parquet", tmp_path / "rare.csv"
-    command = ["rare-events", model_dirs["gpt2"], "--proposal", str(tmp_path / "proposal"), "--threshold", "-1"]
-    assert main([*command, *inputs, "--num_samples", "200", "--samples", str(stored)]) == 0
-    assert main(["audit", str(stored), str(labels), "--draw", "60", "--threshold", "-1"]) == 0
-
-    relabel(labels, by_word)
-    assert main(["audit", str(stored), str(labels), "--output", str(tmp_path / "audit.json")]) == 0
-    audit = json.loads((tmp_path / "audit.json").read_text())
-    truth = audit["estimates"]["P(truly bad)"]
-    assert 0 < truth["low"] < truth["value"] < truth["high"] < 1 and audit["unlabelled"] > 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("P(truly bad)"))
-    assert f"{plain_number(truth['low'])} to {plain_number(truth['high'])}" in line

@@ -114,8 +114,14 @@ def test_what_is_no_number_is_an_option(capsys):
         with pytest.raises(SystemExit):
             build_parser("evaluate").parse_args(["evaluate", "samples", "--thresholds", argument])
         assert "expected at least one argument" in capsys.readouterr().err
-    command = ["rare-events", "m", "--prompts", "p", "--max_completion_length", "1", "--threshold", "-inf"]
-    assert main(command) == 1 and "`--threshold -inf` must be a number" in capsys.readouterr().err
+    drawing = "rare-events m --prompts p --max_completion_length 1 --threshold"
+    for command, message in (
+        (f"{drawing} -inf", "`--threshold -inf` must be a finite number"),
+        (f"{drawing} -1 --seed -1", "`--seed -1` must be at least 0"),
+        ("compare a b --thresholds -1 nan", "`--thresholds nan` must be a finite number"),
+        ("gcg-report a --threshold -1 --confidence 95", "`confidence=95.0` must be between 0 and 1"),
+    ):
+        assert main(command.split()) == 1 and message in capsys.readouterr().err
 
 
 def test_help_and_version(capsys):

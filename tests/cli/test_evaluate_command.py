@@ -118,7 +118,7 @@ def test_a_folder_of_something_else_is_refused_first(command, tmp_path, capsys):
     assert command() == 1
     assert f"`{tmp_path / 's'}` is a file; name a folder that is new or empty" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "s")]) == 1
-    assert f"`{tmp_path / 's'}` is a file; name a folder of samples" in capsys.readouterr().err
+    assert f"`{tmp_path / 's'}` holds no samples: it has no `header.json`; name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("never")

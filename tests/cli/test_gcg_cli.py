@@ -37,8 +37,8 @@ def folder(tmp_path_factory):
     tokenizer = build_trigger_tokenizer()
     build_trigger_model(tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    rows = "".join(f"{row['goal']},{row['target']},5{i},b{i}\n" for i, row in enumerate(ROWS[:4]))
-    (folder / "table.csv").write_text(f"goal,target,Index,BehaviorID\n{rows}")
+    rows = "".join(f"{row['goal']},{row['target']}\n" for row in ROWS[:4])
+    (folder / "table.csv").write_text(f"goal,target\n{rows}")
     settings = {name: value for name, value in asdict(evaluation_config()).items() if value is not None}
     settings |= {"model_name_or_path": str(folder / "model"), "table": str(folder / "table.csv")}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | {"reward_type": SAID_NO, "threshold": [-4.0]}))
@@ -77,21 +77,6 @@ def test_from_attack_to_report(folder, tmp_path, capsys):
     numbers = json.loads((tmp_path / "r.json").read_text())
     assert numbers["thresholds"]["-4.0"]["after"]["success"]["value"] == 1.0
     assert numbers["thresholds"]["-7.0"]["after"]["success"]["value"] == 0.0
-
-    export = ["--threshold", "-4", "--export", tmp_path / "e.json"]
-    assert run("gcg-report", results, *export) == 1
-    assert "the results have none; attack with `--save_responses`" in capsys.readouterr().err
-    for path, record in zip(sorted(results.glob("target-*.json")), records, strict=True):  # as if they had been saved
-        record["after"]["responses"] = [f"row {record['row']}"] * len(record["after"]["rewards"])
-        path.write_text(json.dumps(record))
-    assert run("gcg-report", results, *export) == 0
-    record = records[0]
-    found = json.loads((tmp_path / "e.json").read_text())["GCG"]["jailbreaks"][record["row"] - 1]
-    assert (found["index"], found["goal"], found["jailbroken"]) == (49 + record["row"], record["goal"], True)
-    assert (found["prompt"], found["response"]) == (record["goal"] + record["suffix"], f"row {record['row']}")
-    assert run("gcg-report", results, *export, "--layout", "harmbench") == 0
-    cases = json.loads((tmp_path / "e.json").read_text())["GCG"]
-    assert [len(row) for row in cases.values()] == [5] * 4 and cases["b0"][0]["label"] == 1
 
     assert run("gcg-report", tmp_path / "none", "--threshold", "0") == 1
     assert "none` holds no attacks" in capsys.readouterr().err

@@ -126,7 +126,7 @@ MISTAKES = {
     "evaluate s --config repulse.yaml": "has `max_step`, which is no argument",
     "gcg --serach_width 3": "Did you mean `--search_width`?",
     "attacks o --model a --prompts b --threshold 0 --k 17": "`--k 17` must be from 1 to `--num_samples 16`",
-    "rare-events a --prompts b --max_completion_length 3 --threshold nan": "`--threshold nan` must be a number",
+    "rare-events a --prompts b --max_completion_length 3 --threshold nan": "`--threshold nan` must be a finite number",
     "evaluate s --model a --prompts b --num_samples 0": "`num_samples=0` must be at least 1",
     "suggest --model a --prompts b --minutes 3 --max_steps 3": "`--minutes` decides `max_steps`",
     "audit s l.csv --draw 3": "`--threshold` is needed",

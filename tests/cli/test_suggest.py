@@ -430,8 +430,8 @@ def test_the_file_trains_an_adapter(command):
     [
         (["--num_samples", "10"], "`num_samples=10` is too few to suggest from; draw at least 50"),
         (["--max_steps", "0"], "`max_steps=0` must be at least 1"),
-        (["--bad_reward_threshold", "nan"], "`bad_reward_threshold=nan` must be a finite number"),
-        (["--seed", "-1"], "`seed=-1` must be at least 0"),
+        (["--bad_reward_threshold", "nan"], "`--bad_reward_threshold nan` must be a finite number"),
+        (["--seed", "-1"], "`--seed -1` must be at least 0"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--output", "."], "`--output .` is a folder; name a file"),
         (["--reward_type", "guess"], "`reward_type='guess'` is not one of"),

@@ -16,8 +16,6 @@ from trl_repulse.evaluation._generation import hash_model
 from trl_repulse.evaluation.attacks import (
     Attack,
     OnBehavior,
-    _case,
-    _export,
     attack_report,
     attempts,
     augmented,
@@ -124,7 +122,7 @@ def test_a_template_is_filled_like_a_prefill():
 
 
 def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
-    """The model, the judge and the export get the context; rows without one are as they were."""
+    """The model and the judge get the context; rows without one are as they were."""
     (tmp_path / "b.csv").write_text("Behavior,ContextString,BehaviorID\nthe cat,fish ate,one\nthe dog,,two\n")
     (tmp_path / "mine.py").write_text(
         "import json, pathlib\n\n"
@@ -138,34 +136,13 @@ def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
     words = ["attacks", str(tmp_path / "out"), "--model", model_dirs["gpt2"], "--prompts", str(tmp_path / "b.csv")]
     words += ["--prompt_column", "Behavior", "--reward_type", f"{tmp_path / 'mine.py'}:reward", "--threshold", "0"]
     words += ["--attacks", str(tmp_path / "a.jsonl"), "--num_samples", "1", "--max_completion_length", "2"]
-    assert main([*words, "--export", str(tmp_path / "e.json"), "--layout", "harmbench"]) == 0
+    assert main(words) == 0
     asked = ["fish ate\n\n---\n\nthe cat", "the dog"]
     assert json.loads((tmp_path / "seen.json").read_text()) == asked
-    cases = json.loads((tmp_path / "e.json").read_text())
-    found = {name: [case[0]["test_case"] for case in rows.values()] for name, rows in cases.items()}
+    names = ("prompt", "say", "own")
+    found = {name: load_samples(tmp_path / "out" / "attacks" / name).prompts for name in names}
     own = ["fish ate ran the cat", " ran the dog"]
     assert found == {"prompt": asked, "say": [f"bad {text}" for text in asked], "own": own}
-    assert main([*words, "--export", str(tmp_path / "e.json")]) == 0
-    jailbreaks = json.loads((tmp_path / "e.json").read_text())["say"]["jailbreaks"]
-    assert [each["goal"] for each in jailbreaks] == asked
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "expected"),
-    [
-        ("Index", ["57", "93"], [57, 93]),
-        ("Index", [93, 0], [93, 0]),
-        ("Index", ["57", "57"], [0, 1]),
-        ("Index", ["a", "b"], [0, 1]),
-        ("Index", [57, None], [0, 1]),
-        ("BehaviorID", ["57", "93"], [0, 1]),
-    ],
-)
-def test_rows_of_jailbreakbench_keep_their_index(tmp_path, column, values, expected):
-    rows = [{"prompt": text, column: value} for text, value in zip("ab", values, strict=True)]
-    _export(tmp_path / "e.json", {"a": [[_case("a", "b", 0.0, 0.5)]] * 2}, dict(enumerate(rows)), "jailbreakbench")
-    found = json.loads((tmp_path / "e.json").read_text())["a"]["jailbreaks"]
-    assert [each["index"] for each in found] == expected
 
 
 def test_the_judge_reads_the_behaviour_and_the_whole_answer():
@@ -203,7 +180,7 @@ def test_files_that_hold_no_attacks(tmp_path, lines, message):
 
 
 def test_the_command(tmp_path, capsys):
-    rows = [row | {"BehaviorID": f"b{i}"} for i, row in enumerate(embedded.load_prompts("unseen").select(range(3)))]
+    rows = list(embedded.load_prompts("unseen").select(range(3)))
     prompts, attacks = tmp_path / "prompts.jsonl", tmp_path / "attacks.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     attacks.write_text('{"name": "polite", "prefill": " my pleasure, i"}\n', encoding="utf-8")
@@ -211,26 +188,17 @@ def test_the_command(tmp_path, capsys):
     words += ["--reward_model_path", str(embedded.reward_model_path()), "--threshold", "0", "--k", "1", "4"]
     words += ["--attacks", str(attacks), "--augment", "--benign", str(prompts)]
     words += ["--num_samples", "4", "--max_completion_length", "6", "--output", str(tmp_path / "report.json")]
-    export = ["--export", str(tmp_path / "all.json"), "--layout", "harmbench"]
-    assert main([*words, *export]) == 0
+    assert main(words) == 0
     printed = capsys.readouterr().out
     assert "polite" in printed and "best of N" in printed and "Refusals of harmless prompts: 0 (0 to 26.5)" in printed
 
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     samples = load_samples(tmp_path / "out" / "attacks" / "polite")
     assert report["attacks"]["polite"]["ASR@1"]["value"] == np.mean(samples.column() < 0)
-    cases = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["polite"]
-    assert list(cases) == ["b0", "b1", "b2"] and [len(each) for each in cases.values()] == [4, 4, 4]
-    assert cases["b1"][2]["generation"] == " my pleasure, i" + samples.table["completion"].to_pylist()[6]
-    assert cases["b1"][2]["test_case"] == rows[1]["prompt"]
-
     begun = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")}
-    assert main([*words, "--export", str(tmp_path / "all.json")]) == 0  # nothing is drawn again
+    assert main(words) == 0  # nothing is drawn again
     assert capsys.readouterr().out == printed[printed.index("Success") :]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.parquet")} == begun
-    (first,) = json.loads((tmp_path / "all.json").read_text(encoding="utf-8"))["prompt"]["jailbreaks"][:1]
-    assert first["goal"] == rows[0]["prompt"] and first["number_of_queries"] == 4
-
     for more, message in (
         (["--k", "1", "5"], "`--k 5` must be from 1 to `--num_samples 4`"),
         (["--threshold", "nan"], "`--threshold nan` must be a finite number"),

@@ -5,39 +5,21 @@ import math
 
 import numpy as np
 import pytest
-import torch
-from scipy.stats import binom, norm
+from scipy.stats import norm
 
 from trl_repulse.evaluation import audit as audits
-from trl_repulse.evaluation.audit import audit_judge, known_errors, meld
-from trl_repulse.evaluation.audit_labels import (
-    Labels,
-    Scored,
-    choose,
-    draw_labels,
-    read_labels,
-    read_scored,
-    write_scored,
-)
-from trl_repulse.evaluation.rare.mixture import MixtureSample
+from trl_repulse.evaluation.audit import audit_judge, known_errors, meld, share_draws
+from trl_repulse.evaluation.audit_labels import Labels, Scored, choose, draw_labels, read_labels
 from trl_repulse.evaluation.tails import clopper_pearson
 
 
 ANY = pytest.approx
 
 
-def scored(scores, completions=None, **options):
+def scored(scores, completions=None):
     scores = np.asarray(scores, dtype=np.float64).reshape(1, -1)
     completions = completions or [f"completion {number}" for number in range(scores.size)]
-    return Scored(["the cat"] * scores.size, completions, scores, **options)
-
-
-def weighted(scores, log_w_of_proposal, counts):
-    """Completions that policy and proposal draw, where the proposal's density is that of the policy times a factor."""
-    scores = torch.tensor(np.asarray(scores, dtype=np.float64).reshape(1, -1))
-    log_p = torch.zeros_like(scores)
-    density = torch.stack([log_p, log_p + torch.tensor(log_w_of_proposal).reshape(1, -1)], dim=-1)
-    return scored(scores.numpy(), mixture=MixtureSample(scores, density, counts))
+    return Scored(["the cat"] * scores.size, completions, scores)
 
 
 def fill(path, label_of, change=lambda rows: rows, **dialect):
@@ -88,8 +70,8 @@ def test_without_a_truly_bad_label_there_is_an_upper_end_alone():
 def test_many_labels_leave_the_uncertainty_of_the_scores():
     """With the truth of each stratum all but known, the interval is that of the count of bad completions."""
     sample = scored([-2.0] * 12 + [1.0] * 4988)
-    first, missed, _ = audits.phase_one(sample, sample.strata(-1.0, -1.0), -1.0, 0.95, np.random.default_rng(0))
-    (total, *_), _ = meld([12 / 5000, 0, 4988 / 5000], first, missed, [(10**7, 10**7), (0, 1), (0, 10**9)], 0.95)
+    first = share_draws(sample.strata(-1.0, -1.0), np.random.default_rng(0))
+    (total, *_), _ = meld([12 / 5000, 0, 4988 / 5000], first, [(10**7, 10**7), (0, 1), (0, 10**9)], 0.95)
     assert total[1:] == ANY(clopper_pearson(12, 4988, 0.95), rel=0.03)
 
 
@@ -133,22 +115,6 @@ def test_known_errors_by_hand_and_below_the_floor():
             known_errors(sample, -1.0, *counts)
 
 
-def test_weights_count_and_labels_of_few_completions_count_for_less():
-    counts = (2000, 2000)
-    bad = [True] * 4 + [False] * 1996 + [True] * 1000 + [False] * 1000
-    log_q = np.where(bad, math.log(250.0), math.log(0.5))
-    sample = weighted(np.where(bad, -2.0, 1.0), log_q, counts)
-    share = float((sample.weights * (sample.scores < -1)).mean())
-    audit = audit_judge(sample, Labels(-1.0, 1.0, (100, 100, 0), (50, 0, 0)))
-    assert audit.strata["bad"]["share"] == ANY(share) and share < 0.003
-    assert audit.estimates["P(r < -1, truly bad)"].value == ANY(share / 2)
-    plain = audit_judge(scored(sample.scores), Labels(-1.0, 1.0, (100, 100, 0), (50, 0, 0)))
-    assert plain.estimates["P(r < -1, truly bad)"].value == ANY(1004 / 8000)
-    alone = weighted([-2.0, 1.0, -2.0, 1.0], np.zeros(4), (2, 2))  # two completions, however often they are labelled
-    ends = [audit_judge(alone, Labels(-1.0, 1.0, (m, m, 0), (m // 2, 0, 0))).estimates for m in (10, 10_000)]
-    assert ends[1]["P(r < -1, truly bad)"].high > 0.5 > ends[1]["P(r < -1, truly bad)"].low
-
-
 def test_choice_has_the_shares_of_each_stratum():
     scores = np.concatenate([np.full(30, -2.0), np.linspace(-0.99, 3, 9970)])
     near, chosen = choose(scored(scores), -1.0, 200)
@@ -161,14 +127,6 @@ def test_choice_has_the_shares_of_each_stratum():
     for size, threshold, message in (3, -1.0, "at least 4"), (9, -5.0, "never fires"), (9, math.nan, "finite"):
         with pytest.raises(ValueError, match=message):
             choose(scored(scores), threshold, size)
-
-
-def test_weighted_choice_follows_the_weights():
-    sample = weighted([-2.0, -2.0, 1.0, 1.0], np.array([math.log(99.0), 0.0, 0.0, 0.0]), (2, 2))
-    _, chosen = choose(sample, -1.0, 4000)
-    w = sample.weights.ravel()
-    drawn = (chosen[0] == 0).sum()
-    assert binom.cdf(drawn, len(chosen[0]), w[0] / (w[0] + w[1])) == ANY(0.5, abs=0.499)
 
 
 TEXTS = [
@@ -215,25 +173,3 @@ def test_rows_without_a_label_are_counted(tmp_path):
     labels = read_labels(tmp_path / "labels.csv", sample)
     assert (labels.labelled, labels.truly_bad, labels.unlabelled) == ((4, 0, 0), (4, 0, 0), 12)
     assert "12 rows have no label" in audit_judge(sample, labels).notes()[-1]
-
-
-def test_stored_draws_come_back(tmp_path):
-    sample = weighted([-2.0, -2.0, 1.0, 1.0], np.array([math.log(99.0), 0.0, 0.0, 0.0]), (2, 2))
-    write_scored(tmp_path / "rare.parquet", sample)
-    found = read_scored(tmp_path / "rare.parquet")
-    assert found.identity == sample.identity and (found.weights == sample.weights).all()
-    with pytest.raises(ValueError, match="has `reward` alone"):
-        read_scored(tmp_path / "rare.parquet", "kl")
-    (tmp_path / "other").write_text("text")
-    with pytest.raises(ValueError, match="holds no samples"):
-        read_scored(tmp_path / "other")
-
-
-def test_what_proposals_may_miss_borrows_no_labels():
-    """All the labelled bad ones are truly bad; those that the policy alone would draw may be false positives."""
-    bad = [False] * 1000 + [True] * 500 + [False] * 500
-    sample = weighted(np.where(bad, -2.0, 1.0), np.where(bad, math.log(1e5), math.log(0.5)), (1000, 1000))
-    estimates = audit_judge(sample, Labels(-1.0, 1.0, (10**6, 100, 0), (10**6, 0, 0))).estimates
-    upper = clopper_pearson(0, 1000, 0.95)[1]
-    assert 0.8 * upper < 1 - estimates["specificity of r < -1"].low < 1.1 * upper
-    assert estimates["P(r < -1, truly bad)"].high == ANY(upper, rel=0.1)

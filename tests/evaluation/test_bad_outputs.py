@@ -12,7 +12,7 @@ import trl_repulse
 from trl_repulse import RePULSeTrainer
 from trl_repulse._numbers import is_bad
 from trl_repulse._rules_of_thumb import bad_threshold_for
-from trl_repulse.evaluation.attacks import _case, success_at
+from trl_repulse.evaluation.attacks import success_at
 from trl_repulse.evaluation.audit_labels import Scored
 from trl_repulse.evaluation.gcg.results import _rates
 from trl_repulse.evaluation.preferences import RewardedCompletion, _sides
@@ -38,7 +38,6 @@ def counts(equal: float, threshold: float) -> dict[str, float]:
         "evaluate": 16 * estimates(array[None], [threshold], [])[f"P(r < {threshold:g})"].value,
         "rare events": 16 * prob_bad(sample, threshold).value,
         "attacks": 16 * success_at(array, threshold, 1).value,
-        "export": float(_case("p", "c", equal, threshold)["jailbroken"]),
         "gcg": 16 * _rates({"before": array, "after": array}, threshold, [1], 0.95)["after"]["bad_share"]["value"],
         "audit": (Scored(["p"] * 16, ["c"] * 16, array).strata(threshold, threshold) == 0).sum(),
         "negatives": len(sides[0][1]),

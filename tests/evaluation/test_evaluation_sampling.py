@@ -292,6 +292,8 @@ def test_what_does_not_read_as_complete(tmp_path):
     refused("cannot be read")
     header.unlink()
     refused("holds no samples")
+    with pytest.raises(ValueError, match="holds no samples"):
+        records.load_samples(shard)
     assert pq.read_table(shard).num_rows == 3 and json.loads(complete.read_text())["shards"][0]["rows"] == 3
 
 

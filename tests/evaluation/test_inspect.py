@@ -103,6 +103,15 @@ def test_a_log_holds_what_evaluate_reports(prompts, tmp_path, capsys):
     shutil.copy(path, tmp_path / "again.eval")
     assert main(["evaluate", str(path), str(tmp_path / "again.eval")]) == 1
     assert "are of the same model" in capsys.readouterr().err
+    for each in log.samples:
+        each.scores["other"] = inspect_ai.scorer.Score(value=1.0)
+    inspect_ai.log.write_eval_log(log, str(tmp_path / "two.eval"))
+    assert main(["evaluate", str(tmp_path / "two.eval"), "--column", "rewards/other"]) == 0
+    assert "| mean | 1 |" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "two.eval")]) == 1
+    assert "no column of numbers `reward`; it has prompt_index, sample_index, rewards/reward, rewards/other" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_models_own_generation_defaults_have_no_effect(prompts, tmp_path):
@@ -150,7 +159,7 @@ def test_failed_samples_of_a_log_are_named(prompts, tmp_path):
     log.eval.config.epochs = 2
     log.samples[1].scores["reward"].value = "good"
     inspect_ai.log.write_eval_log(log, str(tmp_path / "text.eval"))
-    with pytest.raises(ValueError, match="`scorer_name` can be: none"):
+    with pytest.raises(ValueError, match="has no scorer that gives every sample a number"):
         load_samples(tmp_path / "text.eval")
 
 

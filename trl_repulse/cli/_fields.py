@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -202,13 +203,6 @@ def add_reward(group: Any) -> None:
     )
 
 
-def add_export(group: Any, what: str = "all answers") -> None:
-    """Declares the arguments of a file for other tools."""
-    group.add_argument("--export", metavar="FILE", type=Path, help=f"JSON file for {what}")
-    layouts = ("jailbreakbench", "harmbench")
-    group.add_argument("--layout", choices=layouts, default=layouts[0], help="layout of that file (jailbreakbench)")
-
-
 def add_options(group: Any, *names: str, **options: Any) -> None:
     """Declares arguments that several commands have, by name. `options` are for all of them."""
     for name in names:
@@ -267,6 +261,21 @@ def check_inputs(args: Any) -> None:
                 raise ValueError(f"There is no file or folder `{value}`, which `{name}` names; correct the path.")
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises a `ValueError` if a threshold is not finite, a seed is negative, or a nominal coverage is not between 0 and 1."""
+    for name in ("threshold", "thresholds", "bad_reward_threshold"):
+        values = getattr(args, name, None)
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"`--{name} {value:g}` must be a finite number.")
+    if getattr(args, "seed", 0) < 0:
+        raise ValueError(f"`--seed {args.seed}` must be at least 0.")
+    if "confidence" in args:
+        from ..evaluation.tails import check_share
+
+        check_share("confidence", args.confidence)
+
+
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     """Splits off `--config`: its file, or `None`, and the other arguments. Raises a `ValueError` if it has no path or is given twice."""
     path, rest, words = None, [], iter(argv)
@@ -286,7 +295,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 # Arguments that name a file to write -> its endings, if it needs one
 _OUTPUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("output", "export"), ()),
+    "output": (),
     "figure": (".png", ".pdf", ".svg"),
     "inspect_log": (".eval",),
 }

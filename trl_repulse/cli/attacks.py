@@ -1,7 +1,6 @@
 """`trl-repulse attacks`: how often templates, prefilled answers and augmented prompts make a model answer badly."""
 
 import argparse
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 from .._numbers import percent
 from ..evaluation.gcg.results import all_scores, read_results
 from ..evaluation.records import write_report
-from ..evaluation.tails import check_share, check_sizes
+from ..evaluation.tails import check_sizes
 from ._card import check_measured
-from ._fields import add_export, add_options, add_prompts, add_reward
+from ._fields import add_options, add_prompts, add_reward
 from .evaluate import SETTINGS, SIZES, write_log
 
 
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--augment", action="store_true", help="an attack more: prompts with augmented letters")
     parser.add_argument("--gcg", metavar="FOLDER", help="results of `trl-repulse gcg`, as a row")
     parser.add_argument("--benign", metavar="FILE", help="file of harmless prompts, to measure refusals of them")
-    add_export(parser)
     add_options(parser, "confidence", "output", "inspect_log", "trust_remote_code")
     for name in _TAKEN:
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **SETTINGS[name])
@@ -40,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuses what can be refused before torch is imported."""
-    check_share("confidence", args.confidence)
     check_sizes(**{name: getattr(args, name) for name in SIZES if name in args})
-    if not math.isfinite(args.threshold):
-        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
     for k in (k for k in args.k if not 1 <= k <= args.num_samples):
         raise ValueError(f"`--k {k}` must be from 1 to `--num_samples {args.num_samples}`.")
 
@@ -57,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         Attack,
         attack_report,
         check_names,
-        export_attempts,
         format_attacks,
         load_attacks,
         prepare,
@@ -109,8 +103,6 @@ def run(args: argparse.Namespace) -> int:
     if not state.is_main_process:
         return 0
     write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
-    if args.export is not None:
-        export_attempts(args.export, attacks, samples, behaviors, settings.num_samples, args.threshold, args.layout)
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, [args.threshold])
     print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")

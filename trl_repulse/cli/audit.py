@@ -1,7 +1,6 @@
 """`trl-repulse audit`: completions to label, and the errors of a judge that their labels show. No model is needed."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,7 @@ from ._fields import add_options, check_output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument(
-        "samples",
-        metavar="SAMPLES",
-        type=Path,
-        help="folder that `evaluate` wrote, or file of `rare-events --samples`",
-    )
+    parser.add_argument("samples", metavar="SAMPLES", type=Path, help="folder of `evaluate`, or log of Inspect")
     parser.add_argument("labels", metavar="LABELS", type=Path, nargs="?", help="CSV file to write or to read")
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument(
@@ -40,10 +34,8 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.audit import audit_judge, known_errors
     from ..evaluation.audit_labels import STRATA, draw_labels, read_labels, read_scored
     from ..evaluation.records import write_report
-    from ..evaluation.tails import check_share
 
     _check(args)
-    check_share("confidence", args.confidence)
     if args.draw is not None:
         check_output(args.labels, "LABELS")
     scored = read_scored(args.samples, args.column)
@@ -79,10 +71,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--threshold` is needed; give the reward under which the judge calls a completion bad.")
     if args.draw is not None and args.labels.suffix != ".csv":
         raise ValueError(f"`{args.labels}` must end with .csv, which is what is written.")
-    if args.threshold is not None and not math.isfinite(args.threshold):
-        raise ValueError(f"`--threshold {args.threshold}` must be a finite number.")
-    if args.seed < 0:
-        raise ValueError(f"`--seed {args.seed}` must be at least 0.")
 
 
 def format_audit(audit: Any, confidence: float) -> str:

@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument(
         "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
     )
-    add_options(reading, "partial")
-    add_options(reading, "inspect_log")
+    add_options(reading, "partial", "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
 
@@ -76,26 +75,18 @@ def run(args: argparse.Namespace) -> int:
     """Samples what is missing, writes and prints the report, and returns 0."""
     _check(args)
     from ..evaluation._generation import process_state
-
-    state = process_state()
-    report = evaluate(args)
-    if state.is_main_process:
-        _write(args, *report)
-    state.destroy_process_group()
-    return 0
-
-
-def evaluate(args: argparse.Namespace) -> tuple[list[Any], Any]:
-    """Samples if a model is given, then reads the folders. Returns the [`~trl_repulse.evaluation.records.SampleSet`] of each, and the
-    [`~trl_repulse.evaluation.report.TailReport`]."""
     from ..evaluation.records import load_samples
     from ..evaluation.report import tail_report
 
+    state = process_state()
     if args.model is not None:
         _sample(args)
     samples = [load_samples(folder, args.partial) for folder in args.folders]
-    options = (args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
-    return samples, tail_report(samples, *options)
+    report = tail_report(samples, args.thresholds, args.levels, args.quantiles, args.column, args.confidence)
+    if state.is_main_process:
+        _write(args, samples, report)
+    state.destroy_process_group()
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -121,9 +112,6 @@ def _check(args: argparse.Namespace) -> None:
         given = [name for name, default in unset.items() if getattr(args, name, default) != default]
         if given:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
-        for folder in args.folders:
-            if folder.is_file() and folder.suffix != ".eval":
-                raise ValueError(f"`{folder}` is a file; name a folder of samples, or an `.eval` log of Inspect.")
         return
     if len(args.folders) > 1:
         raise ValueError("`--model` samples into one folder; sample each model by itself, then name all folders.")

@@ -7,7 +7,7 @@ from ..evaluation.gcg.results import format_report, read_results, summarize
 from ..evaluation.records import write_report
 from ..evaluation.tails import Estimate
 from ._card import add_card, check_card, check_measured, write_on_card
-from ._fields import add_export, add_options
+from ._fields import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
     )
     parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
-    parser.add_argument(
-        "--confidence", "--level", type=float, default=0.95, help="nominal coverage of the intervals (0.95)"
-    )
-    add_options(parser, "output")
+    add_options(parser, "confidence", "output")
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")
-    add_export(parser, "all responses to the attacks, judged by the first threshold")
     add_card(parser)
     parser.set_defaults(run=run)
 
@@ -32,10 +28,6 @@ def run(args: argparse.Namespace) -> int:
     check_card(args.card)
     header, records = read_results(args.results)
     summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
-    if args.export is not None:
-        from ..evaluation.attacks import export_gcg  # imports torch
-
-        export_gcg(args.export, records, args.threshold[0], args.layout)
     write_report(args.output, summary)
     print(format_report(summary))
     if args.card is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from .._errors import describe_error, did_you_mean, from_reward, unknown_name
 from ._early import launcher_names, read_early, without_torch
-from ._fields import Parser, check_inputs, check_outputs, keep_writing, split_config
+from ._fields import Parser, check_inputs, check_numbers, check_outputs, keep_writing, split_config
 
 
 # Training command -> what it does in one line
@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             return launch(command, argv[1:])
         config, argv = split_config(argv)
         args = build_parser(command, config).parse_args(argv)
+        check_numbers(args)
         check_inputs(args)
         check_outputs(args)
         return args.run(args)

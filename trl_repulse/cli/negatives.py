@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
     completions = [each for source in args.sources for each in read_rewarded(source)]
     make = preference_rows if args.format == "preference" else unpaired_rows
     rows = make(completions, args.threshold, args.margin, args.max_bad)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     write_rows(args.output, rows)
     prompts = len({str(row["prompt"]) for row in rows})
     written = f"{len(rows):,} pairs"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluation.records import write_report
-from ._fields import add_options, add_prompts, add_reward, check_output, named_prompts
+from ._fields import add_options, add_prompts, add_reward, named_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     estimates.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
     add_options(estimates, "confidence", "output")
-    estimates.add_argument(
-        "--samples", metavar="FILE", type=Path, help="file to store the completions in, to label some (see `audit`)"
-    )
     parser.set_defaults(run=run)
 
 
@@ -112,14 +109,9 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("num_samples", "num_proposal_samples"):
         if (value := getattr(args, name)) is not None and (value < 0 or value == 1):
             raise ValueError(f"`--{name} {value}` must be 0, or at least 2.")
-    for name, value in (*(("level", level) for level in args.level), ("confidence", args.confidence)):
-        check_share(name, value)
-    for threshold in args.threshold:
-        if not math.isfinite(threshold):
-            raise ValueError(f"`--threshold {threshold:g}` must be a number.")
+    for level in args.level:
+        check_share("level", level)
     check_sizes(max_completion_length=args.max_completion_length, batch_size=args.batch_size)
-    if args.samples is not None:
-        check_output(args.samples, "--samples")
     if args.num_proposal_samples is not None:
         check_counts([args.num_samples, *(args.num_proposal_samples for _ in args.proposal)])
     else:
@@ -134,7 +126,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
-    from ..evaluation.audit_labels import scored_draws, write_scored
     from ..evaluation.rare.components import Component
     from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
@@ -186,8 +177,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         names, parts = ["policy", *components], [policy, *components.values()]
         counts = [args.num_samples, *(args.num_proposal_samples for _ in components)]
         draws = draw(parts, tokenizer, prompts, reward, counts, args.max_completion_length, **shared)
-    if args.samples is not None and process_state().is_main_process:
-        write_scored(args.samples, scored_draws(texts, draws.sample, draws.texts))
     report = rare_event_report(draws.sample, args.threshold, args.level, args.confidence)
     settings = {key: value for key, value in vars(args).items() if key not in ("run", "command")}
     return {"settings": settings, "components": names, **report}

@@ -63,10 +63,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"`--minutes {args.minutes:g}` must be above 0, and finite.")
     if args.num_samples < LEAST:
         raise ValueError(f"`num_samples={args.num_samples}` is too few to suggest from; draw at least {LEAST}.")
-    if args.bad_reward_threshold is not None and not math.isfinite(args.bad_reward_threshold):
-        raise ValueError(f"`bad_reward_threshold={args.bad_reward_threshold}` must be a finite number.")
-    if args.seed < 0:
-        raise ValueError(f"`seed={args.seed}` must be at least 0.")
 
 
 def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:

@@ -4,7 +4,6 @@ Attack success of simple attacks on a model: prompts as they are, jailbreak temp
 Axis letters: P behaviours, N attempts at each.
 """
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from ..generation.completions import tokenize
 from ..models._loading import load_config, load_tokenizer
 from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, render
 from .gcg.evaluator import RefusalJudge
-from .records import SampleSet, write_atomically
+from .records import SampleSet
 from .report import interval_text, text_table
 from .sampling import Reward, SamplingSettings, check_early, sample_completions
 from .tails import success_at
@@ -348,88 +347,3 @@ def format_attacks(report: dict[str, Any]) -> str:
 
 def _cell(rate: dict[str, float]) -> str:
     return f"{percent(rate['value'])} ({interval_text(rate['low'], rate['high'], percent)})"
-
-
-def export_attempts(
-    path: Path,
-    attacks: Sequence[Attack],
-    samples: dict[str, SampleSet],
-    behaviors: Dataset,
-    num_samples: int,
-    threshold: float,
-    layout: str,
-) -> None:
-    """
-    Writes attempts for other tools, with prompts as the model read them and whole answers.
-
-    `samples` is what [`run_attacks`] returned, `num_samples` N, `threshold` the score under which an attempt succeeded. With the layout
-    `"jailbreakbench"` they are, by attack, jailbreaks as in its artifacts: the first success for each behaviour, or the first attempt,
-    with its `Index`. With `"harmbench"` they are, by attack and `BehaviorID`, all test cases with generations and labels. If these are
-    missing or repeated, the row's number from 0 is in their place.
-    """
-    cases = {}
-    for attack in attacks:
-        begins = [attack.filled("prefill", row) for row in behaviors for _ in range(num_samples)]
-        columns = [samples[attack.name].table[key].to_pylist() for key in ("prompt", "completion", "reward")]
-        found = [
-            _case(prompt.removesuffix(begin), begin + answer, score, threshold)
-            for begin, prompt, answer, score in zip(begins, *columns, strict=True)
-        ]
-        cases[attack.name] = [found[i : i + num_samples] for i in range(0, len(found), num_samples)]
-    _export(path, cases, dict(enumerate(behaviors)), layout)
-
-
-def export_gcg(path: Path, records: Sequence[dict[str, Any]], threshold: float, layout: str) -> None:
-    """
-    Writes the responses after the attacks of `trl-repulse gcg` as [`export_attempts`] does; a prompt is goal and suffix.
-
-    Raises:
-        `ValueError`: If the results have no responses.
-    """
-    done = [(record, record["after"]) for record in records if record["status"] == "ok"]
-    if not all("responses" in after for _, after in done):
-        raise ValueError("`--export` needs responses, and the results have none; attack with `--save_responses`.")
-    cases = [
-        [
-            _case(record["goal"] + record["suffix"], text, score, threshold)
-            for text, score in zip(after["responses"], after["rewards"], strict=True)
-        ]
-        for record, after in done
-    ]
-    _export(path, {"GCG": cases}, {each["row"] - 1: each | {"prompt": each["goal"]} for each, _ in done}, layout)
-
-
-def _case(prompt: str, response: str, score: float | None, threshold: float) -> dict[str, Any]:
-    return {"prompt": prompt, "response": response, "jailbroken": score is not None and bool(is_bad(score, threshold))}
-
-
-def _export(path: Path, cases: dict[str, list[list[dict]]], behaviors: dict[int, dict], layout: str) -> None:
-    """Writes cases by attack and behaviour, of which `behaviors` has the rows by their number."""
-    column = "Index" if layout == "jailbreakbench" else "BehaviorID"
-    ids = [str(row.get(column)).strip() for row in behaviors.values()]
-    unknown = {"", "None"} & {*ids} or (column == "Index" and not all(map(str.isdecimal, ids)))
-    if unknown or len({*ids}) < len(ids):
-        ids = list(map(str, behaviors))
-    written: dict[str, Any] = {}
-    for name, by_row in cases.items():
-        if layout == "jailbreakbench":
-            written[name] = {"jailbreaks": list(map(_jailbreak, ids, behaviors.values(), by_row))}
-        else:
-            written[name] = {
-                behavior: [
-                    {"test_case": case["prompt"], "generation": case["response"], "label": int(case["jailbroken"])}
-                    for case in row
-                ]
-                for behavior, row in zip(ids, by_row, strict=True)
-            }
-    text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
-def _jailbreak(index: str, behavior: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """An entry of a JailbreakBench artifact, from the attempts at a behaviour."""
-    first = next((number for number, case in enumerate(cases) if case["jailbroken"]), None)
-    goal = behavior["prompt"] if isinstance(behavior["prompt"], str) else behavior["prompt"][-1]["content"]
-    named = {key.lower(): behavior[key] for key in ("Behavior", "Category") if key in behavior}
-    queries = {"number_of_queries": len(cases), "queries_to_jailbreak": None if first is None else first + 1}
-    return {"index": int(index), "goal": goal, **named, **cases[first or 0], **queries}

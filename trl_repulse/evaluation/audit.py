@@ -11,7 +11,7 @@ sample whatever the scores. Intervals meld those of the π_s and θ_s, as Fay, P
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,8 @@ class Audit:
         return "bounds" if self.reasons else "reliable"
 
     def to_dict(self) -> dict[str, Any]:
-        """The audit as a JSON value; numbers that are not finite stay."""
-        found = {name: vars(estimate) for name, estimate in self.estimates.items()}
-        named = {"threshold": self.threshold, "estimates": found, "strata": self.strata}
-        return named | {"verdict": self.verdict, "reasons": list(self.reasons), "unlabelled": self.unlabelled}
+        """The attributes and `verdict`; numbers that are not finite stay."""
+        return asdict(self) | {"verdict": self.verdict}
 
     def notes(self) -> list[str]:
         """Lines with the verdict."""
@@ -74,9 +72,7 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     Sensitivity and specificity of a judge, and P(truly bad), from labels.
 
     Ends of intervals are quantiles of sums of D draws from the lower and upper confidence distributions of all π_s and θ_s:
-    Beta(k, m − k + 1) and Beta(k + 1, m − k) for k of m, as in the intervals of Clopper and Pearson. Importance-weighted π_s have
-    the gamma distributions of [`~trl_repulse.evaluation.rare.estimates.prob_bad`], and if that is not reliable, the policy's own
-    draws bound what may have been missed, of which the labels say nothing; labels of a weighted stratum count for less, 1 / (1 / m + 1 / ESS). The interval is for these
+    Beta(k, m − k + 1) and Beta(k + 1, m − k) for k of m, as in the intervals of Clopper and Pearson. The interval is for these
     prompts; drawn with as many completions of each, it is conservative. It has no errors of the labels themselves.
 
     Args:
@@ -89,19 +85,16 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     """
     check_share("confidence", confidence)
     strata = scored.strata(labels.threshold, labels.near_up_to)
-    shares = [float((scored.weights * (strata == number)).mean()) for number in range(2)]
-    shares.append(max(1 - sum(shares), 0.0))  # weights sum to 1 on average alone
-    first, missed, reasons = phase_one(scored, strata, labels.threshold, confidence, np.random.default_rng(0))
-    counts = []
-    for number, (m, k) in enumerate(zip(labels.labelled, labels.truly_bad, strict=True)):
-        w = scored.weights[strata == number]
-        part = 1.0 if scored.mixture is None or not m else 1 / (1 + m * float((w**2).sum()) / float(w.sum()) ** 2)
-        counts.append((k * part, m * part))
-    estimates, unseen = meld(shares, first, missed, counts, confidence)
+    shares = [float((strata == number).mean()) for number in (0, 1)]
+    shares.append(1 - sum(shares))
+    first = share_draws(strata, np.random.default_rng(0))
+    counts = list(zip(labels.truly_bad, labels.labelled, strict=True))
+    estimates, unseen = meld(shares, first, counts, confidence)
     eta = f"r < {labels.threshold:g}"
     names = ("P(truly bad)", f"P({eta}, truly bad)", f"sensitivity of {eta}", f"specificity of {eta}")
     total = sum(labels.labelled)
     found = {name: Estimate(*ends, total) for name, ends in zip(names, estimates, strict=True)}
+    reasons = []
     if not sum(labels.truly_bad):
         reasons.append(
             "No labelled completion is truly bad, so that there is an upper end alone. Label more, or lower the threshold."
@@ -117,40 +110,15 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     return Audit(labels.threshold, found, table, tuple(reasons), labels.unlabelled)
 
 
-def phase_one(
-    scored: Scored, strata: np.ndarray, threshold: float, confidence: float, rng: np.random.Generator
-) -> tuple[list[ConfidenceDraws], np.ndarray, list[str]]:
-    """Confidence distributions of the π_s of the bad and the near stratum; of shape (D,), what proposals may have
-    missed of the bad one, where its estimate is not reliable; and the reason why it is not."""
-    events = [strata == 0, strata == 1]
-    if scored.mixture is None:
-        return [binomial_draws(float(event.sum()), event.size, rng) for event in events], np.zeros(DRAWS), []
-    import torch
-
-    from .rare.estimates import prob_bad
-    from .rare.mixture import stratified_mean
-
-    found, own = [], scored.mixture.counts[0]
-    for event in events:
-        mean, variance = stratified_mean(torch.tensor(scored.weights * event), scored.mixture.counts)
-        step, ends = 1 / event.size, []
-        for value, spread in ((mean, max(variance, step**2)), (mean + step, variance + step**2)):
-            ends.append(
-                np.minimum(rng.gamma(value**2 / spread, spread / value, DRAWS), 1.0) if value else np.zeros(DRAWS)
-            )
-        found.append((ends[0], ends[1]))
-    if prob_bad(scored.mixture, threshold, confidence).reliable:
-        return found, np.zeros(DRAWS), []
-    upper = binomial_draws(float(events[0][:, :own].sum()), own * len(strata), rng)[1]  # the policy's own draws alone
-    reason = f"The estimate of P(r < {threshold:g}) is not reliable: `rare-events` says why."
-    return found, np.maximum(upper - found[0][1], 0), [reason]
+def share_draws(strata: np.ndarray, rng: np.random.Generator) -> list[ConfidenceDraws]:
+    """Draws of π_bad and π_near from their lower and upper confidence distributions, from the stratum of each completion."""
+    return [binomial_draws(int((strata == number).sum()), strata.size, rng) for number in (0, 1)]
 
 
 def meld(
     shares: list[float],
     first: list[ConfidenceDraws],
-    missed: np.ndarray,
-    counts: list[tuple[float, float]],
+    counts: list[tuple[int, int]],
     confidence: float,
 ) -> tuple[list[tuple[float, float, float]], list[float]]:
     """
@@ -160,9 +128,7 @@ def meld(
         shares (`list[float]`): Estimated π_s of the three strata.
         first (`list` of 2 pairs of `numpy.ndarray` of shape `(D,)`):
             Draws of π_bad and π_near from their lower and upper confidence distributions.
-        missed (`numpy.ndarray` of shape `(D,)`):
-            Probability of further bad completions, of which labels say nothing: all of them, or none, are truly bad.
-        counts (`list[tuple[float, float]]`): Truly bad and labelled completions of each stratum.
+        counts (`list[tuple[int, int]]`): Truly bad and labelled completions of each stratum.
         confidence (`float`): Nominal coverage.
 
     Returns:
@@ -175,49 +141,45 @@ def meld(
     def ends(of_low: Any, of_high: Any) -> tuple[float, float]:
         return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
 
-    def parts(
-        theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool, missed_is_bad: bool | None
-    ) -> tuple[np.ndarray, ...]:
+    def parts(theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool) -> tuple[np.ndarray, ...]:
         """
         Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others.
 
         `theta` are θ of the bad, near and ordinary stratum, (D,) each. π_bad is its upper or lower distribution. π_near is that with which
-        the others are truly bad most often, or least often. What was missed is bad, not bad, or with `None` left out.
+        the others are truly bad most often, or least often.
         """
-        p, more = first[0][upper_pi], missed * (missed_is_bad is not None)
+        p = first[0][upper_pi]
         near = np.where((theta[1] > theta[2]) == others_often_bad, first[1][1], first[1][0])
-        near = np.minimum(near, np.maximum(1 - p - more, 0))
-        rest = np.maximum(1 - p - more - near, 0)
-        truly = near * theta[1] + rest * theta[2]
-        inside = p * theta[0] + more * (missed_is_bad or 0)
-        return inside, p + more - inside, truly, near + rest - truly
+        near = np.minimum(near, 1 - p)
+        rest = 1 - p - near
+        inside, truly = p * theta[0], near * theta[1] + rest * theta[2]
+        return inside, p - inside, truly, near + rest - truly
 
     def total(upper: bool) -> np.ndarray:
         """Lower or upper distribution of P(truly bad), (D,), which rises with π_bad only where θ_bad > θ_ordinary."""
         theta = [each[upper] for each in second]
-        one, other = (parts(theta, upper_pi, upper, upper) for upper_pi in (upper, not upper))
+        one, other = (parts(theta, upper_pi, upper) for upper_pi in (upper, not upper))
         return np.where(theta[0] > theta[2], one[0] + one[2], other[0] + other[2])
 
     def sensitivity(upper: bool) -> np.ndarray:
         """Grows with π_bad and θ_bad, and falls as others become truly bad."""
         theta = [second[0][upper], second[1][not upper], second[2][not upper]]
-        inside, _, outside, _ = parts(theta, upper, not upper, True if upper else None)
+        inside, _, outside, _ = parts(theta, upper, not upper)
         return np.divide(inside, inside + outside, out=np.full(DRAWS, float(upper)), where=inside + outside > 0)
 
     def specificity(upper: bool) -> np.ndarray:
         """Falls with π_bad and as others become truly bad, and grows with θ_bad."""
         theta = [second[0][upper], second[1][not upper], second[2][not upper]]
-        _, wrong, _, right = parts(theta, not upper, not upper, None if upper else False)
+        _, wrong, _, right = parts(theta, not upper, not upper)
         return np.divide(right, right + wrong, out=np.full(DRAWS, float(upper)), where=right + wrong > 0)
 
     theta = [k / m if m else 0.0 for k, m in counts]
     inside, outside = shares[0] * theta[0], shares[1] * theta[1] + shares[2] * theta[2]
     truly, good = inside + outside, 1 - inside - outside
     right = min(max((1 - shares[0] - outside) / good, 0.0), 1.0) if good > 0 else math.nan
-    products = first[0][0] * second[0][0], np.minimum(first[0][1] * second[0][1] + missed, 1)
     triples = [
         (truly, *ends(total(False), total(True))),
-        (inside, *ends(*products)),
+        (inside, *ends(first[0][0] * second[0][0], first[0][1] * second[0][1])),
         (inside / truly if truly else math.nan, *ends(sensitivity(False), sensitivity(True))),
         (right, *ends(specificity(False), specificity(True))),
     ]
@@ -229,9 +191,9 @@ def meld(
     return triples, unseen
 
 
-def binomial_draws(k: float, m: float, rng: np.random.Generator) -> ConfidenceDraws:
+def binomial_draws(k: int, m: int, rng: np.random.Generator) -> ConfidenceDraws:
     """Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are
-    the ends of Clopper and Pearson's interval (1934). Counts need not be whole."""
+    the ends of Clopper and Pearson's interval (1934)."""
     low = rng.beta(k, m - k + 1, DRAWS) if k > 0 else np.zeros(DRAWS)
     return low, rng.beta(k + 1, m - k, DRAWS) if m > k else np.ones(DRAWS)
 
@@ -268,15 +230,15 @@ def known_errors(
         raise ValueError(f"`sensitivity` {se:.3g} and `specificity` {sp:.3g} are those of chance; use another judge.")
     strata = scored.strata(threshold, threshold)
     rng, miss = np.random.default_rng(0), (1 - confidence) / 2
-    (p, _), missed, reasons = phase_one(scored, strata, threshold, confidence, rng)
-    p = p[0], p[1] + missed
+    p, _ = share_draws(strata, rng)
     rates = [binomial_draws(k, m, rng) for k, m in (sensitivity, specificity)]
-    value = float((scored.weights * (strata == 0)).mean())
+    value = float((strata == 0).mean())
     ends = []
     for end in (0, 1):
         margin = rates[0][1 - end] + rates[1][end] - 1
         corrected = np.divide(p[end] + rates[1][end] - 1, margin, out=np.full(DRAWS, float(end)), where=margin > 0)
         ends.append(float(np.quantile(np.clip(corrected, 0, 1), 1 - miss if end else miss)))
+    reasons = []
     if ends[0] == 0:
         reasons.append(
             f"P(r < {threshold:g}) is {plain(value)}, which false positives alone may give: up to "

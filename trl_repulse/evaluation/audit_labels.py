@@ -10,18 +10,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from .._numbers import is_bad
-from .records import SampleSet, load_samples, readable, write_atomically
+from .records import load_samples
 
-
-if TYPE_CHECKING:
-    from .rare.mixture import MixtureSample
 
 STRATA = ("bad", "near", "ordinary")
 PARTS = (4, 3, 1)  # the share of the labels left that each stratum gets, inverted
@@ -38,28 +33,18 @@ class Scored:
     Args:
         prompts, completions (`list[str]`): P·N texts, prompt by prompt.
         scores (`numpy.ndarray` of shape `(P, N)`): Finite scores, in units of reward.
-        mixture ([`~trl_repulse.evaluation.rare.mixture.MixtureSample`], *optional*):
-            Where the completions are not the policy's own alone: the sample with their importance weights.
         column (`str`, *optional*, defaults to `"reward"`): Name of the scores.
     """
 
     prompts: list[str]
     completions: list[str]
     scores: np.ndarray
-    mixture: "MixtureSample | None" = None
     column: str = "reward"
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Importance weight of each completion, of shape (P, N); 1 for the policy's own."""
-        return np.ones(self.scores.shape) if self.mixture is None else self.mixture.log_w.exp().numpy()
 
     @property
     def identity(self) -> str:
         """A digest of texts and scores."""
         hashed = hashlib.sha256(np.ascontiguousarray(self.scores, np.float64).tobytes())
-        if self.mixture is not None:
-            hashed.update(self.mixture.log_density.double().numpy().tobytes())
         hashed.update(json.dumps([self.prompts, self.completions]).encode())
         return f"samples-{hashed.hexdigest()[:16]}"
 
@@ -89,97 +74,48 @@ class Labels:
 
 def read_scored(path: str | Path, column: str = "reward") -> Scored:
     """
-    Completions that `evaluate` (a folder), Inspect (an .eval log) or `rare-events --samples` (a Parquet file) has stored. `column` has the
-    scores; a Parquet file has `reward` alone.
+    Completions that `evaluate` (a folder) or Inspect (an .eval log) has stored. `column` has the scores.
 
     Raises:
         `ValueError`: If they cannot be read, or have no such column of finite numbers.
     """
-    path = Path(path).expanduser()
-    if not path.is_file() or path.suffix == ".eval":
-        return scored_samples(load_samples(path), column)
-    import torch
-
-    from .rare.mixture import MixtureSample
-
-    try:
-        table = pq.read_table(path)
-        counts = tuple(json.loads(table.schema.metadata[b"counts"]))
-        density = torch.tensor(table["log_density"].to_pylist(), dtype=torch.float64)
-        scores = table["reward"].to_numpy().reshape(-1, sum(counts))
-        texts = table["prompt"].to_pylist(), table["completion"].to_pylist()
-    except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"`{path}` holds no samples; name a file of `rare-events --samples`, or a folder of `evaluate`."
-        ) from error
-    if column != "reward":
-        raise ValueError(f"`--column {column}` is for samples of `evaluate`; `{path}` has `reward` alone.")
-    return Scored(*texts, scores, MixtureSample(torch.tensor(scores), density.view(*scores.shape, -1), counts))
-
-
-def scored_samples(samples: SampleSet, column: str = "reward") -> Scored:
-    """The completions of held-out samples. Raises `ValueError` if the column holds no finite numbers."""
+    samples = load_samples(path)
     prompts = [prompt for prompt in samples.prompts for _ in range(samples.num_samples)]
-    return Scored(prompts, samples.table["completion"].to_pylist(), samples.column(column), column=column)
-
-
-def scored_draws(prompts: list[Any], sample: "MixtureSample", texts: list[list[str]]) -> Scored:
-    """The completions of [`~trl_repulse.evaluation.rare.sampling.Draws`]: P prompts, and N texts of each."""
-    repeated = [readable(prompt) for prompt, of_prompt in zip(prompts, texts, strict=True) for _ in of_prompt]
-    completions = [text for of_prompt in texts for text in of_prompt]
-    return Scored(repeated, completions, sample.rewards.double().cpu().numpy(), sample)
-
-
-def write_scored(path: Path, scored: Scored) -> None:
-    """Writes completions of a mixture to a Parquet file, for [`read_scored`]."""
-    assert scored.mixture is not None
-    density = scored.mixture.log_density.double().flatten(0, 1).tolist()
-    columns = {"prompt": scored.prompts, "completion": scored.completions, "reward": scored.scores.ravel()}
-    table = pa.table(columns | {"log_density": density})
-    table = table.replace_schema_metadata({"counts": json.dumps(scored.mixture.counts)})
-    write_atomically(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+    return Scored(prompts, samples.table["completion"].to_pylist(), samples.column(column), column)
 
 
 def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[float, list[np.ndarray]]:
     """
     Draws completions to label: a quarter of bad ones, a quarter near the threshold, and the others of ordinary ones, whose
     truly bad ones are the hardest to rule out. What a stratum does not have is drawn from the next; the last that has any, as the
-    second of a judge with two scores, gets all that are left.
+    second of a judge with two scores, gets all that are left. Completions are drawn without replacement.
 
-    Of equal weights, completions are drawn without replacement; of importance weights, with replacement and with probability
-    proportional to the weight, so that the labels of a stratum are a sample of the policy's completions in it.
-
-    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn, with
-    repetitions. Raises as [`draw_labels`].
+    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn. Raises as
+    [`draw_labels`].
     """
     if not math.isfinite(threshold):
         raise ValueError(f"`threshold={threshold}` must be a finite number; give a reward.")
     if size < 4:
         raise ValueError(f"`draw={size}` must be at least 4; 200 and more are usual.")
-    scores, weights = scored.scores.ravel(), scored.weights.ravel()
+    scores = scored.scores.ravel()
     bad = is_bad(scores, threshold)
-    if not weights[bad].sum() > 0:
+    if not bad.any():
         raise ValueError(
-            f"No completion has `{scored.column}` under {threshold:g}, so that the judge never fires here; raise `--threshold`, "
-            "draw more samples, or sample with `rare-events`."
+            f"No completion has `{scored.column}` under {threshold:g}, so that the judge never fires here; raise `--threshold`, or "
+            "draw more samples."
         )
     above = np.sort(scores[~bad])
     near_up_to = threshold
     if above.size:
-        order = np.argsort(np.where(bad, np.inf, scores), kind="stable")[: above.size]
-        mass = np.cumsum(weights[order])
-        rank = max(int(np.searchsorted(mass, NEAR_SHARE * mass[-1])), min(size // 4, above.size) - 1)
-        near_up_to = float(f"{above[min(rank, above.size - 1)]:.6g}")  # short, so that spreadsheets keep it
+        count = max(math.ceil(NEAR_SHARE * above.size), min(size // 4, above.size))
+        near_up_to = float(f"{above[count - 1]:.6g}")  # short, so that spreadsheets keep it
     strata, rng, chosen = scored.strata(threshold, near_up_to).ravel(), np.random.default_rng(seed), []
     left = size
-    for number in range(3):
-        members = np.flatnonzero((strata == number) & (weights > 0))
-        later = ((strata > number) & (weights > 0)).any()
-        want, equal = left // (PARTS[number] if later else 1), scored.mixture is None
-        count = min(want, members.size) if equal else want if members.size else 0
-        shares = None if equal else weights[members] / weights[members].sum()
-        chosen.append(rng.choice(members, count, replace=not equal, p=shares) if count else members[:0])
-        left -= count
+    for number, part in enumerate(PARTS):
+        members = np.flatnonzero(strata == number)
+        wanted = left // part if (strata > number).any() else left
+        chosen.append(rng.choice(members, min(wanted, members.size), replace=False))
+        left -= len(chosen[-1])
     return near_up_to, chosen
 
 
@@ -213,13 +149,8 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     return [len(indices) for indices in chosen]
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """
-    The rows of a file of labels, with labels in lower case. They are not compared with samples yet.
-
-    Raises:
-        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown, or there is none.
-    """
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of labels, with labels in lower case. Raises as [`read_labels`], which compares them with samples."""
     limit = csv.field_size_limit(2**31 - 1)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -264,14 +195,15 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         scored ([`Scored`]): The completions that it was drawn from.
 
     Raises:
-        `ValueError`: As [`read_rows`], or if labels contradict each other, or a row was changed or is of other samples.
+        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown or contradicts another, there is
+            none, or a row was changed or is of other samples.
     """
     design: tuple[float, float] | None = None
     strata, identity = np.empty(0), scored.identity
     labelled, truly_bad, unlabelled = [0, 0, 0], [0, 0, 0], 0
     places: set[int] = set()
     seen: dict[tuple[str, str], bool] = {}
-    for row in read_rows(path):
+    for row in _read_rows(path):
         where = f"Row {row['row']} of `{path}`"
         if (row["samples"], row["column"]) != (identity, scored.column):
             raise ValueError(

@@ -51,7 +51,7 @@ from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state
-from .records import SampleSet, digest, finite_json
+from .records import SampleSet, digest, finite_json, plain_json
 
 
 _VIEWED = "worst answers"  # name of the task of logs that are written here
@@ -348,17 +348,16 @@ def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> EvalSampl
     )
 
 
-def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> SampleSet:
+def load_inspect_log(path: str | Path) -> SampleSet:
     """
     Reads the completions and scores of an Inspect log as held-out samples, for [`~trl_repulse.evaluation.report.tail_report`].
 
     Args:
         path (`str` or `Path`): A finished `.eval` log.
-        scorer_name (`str`, *optional*):
-            The scorer whose values are the column `"reward"`; only needed if several give numbers.
 
     Returns:
-        [`SampleSet`]: one prompt a sample of the log, one completion an epoch.
+        [`SampleSet`]: one prompt a sample of the log, one completion an epoch. Each scorer that gives numbers has a column
+            `"rewards/NAME"`; if there is only one, it is `"reward"` too.
 
     Raises:
         `ValueError`: If it is no finished log, samples are missing or failed, or no scorer gives numbers.
@@ -387,10 +386,14 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
             f"`{path}` has the status '{log.status}' and {len(samples)} samples; finish it with `inspect eval-retry`."
         )
     ordered = [each for row in rows.values() for each in row]
-    names = [name for name in (ordered[0].scores or {}) if all(_number(each, name) is not None for each in ordered)]
-    if scorer_name not in (*names, None) or len(names) != 1 and scorer_name is None:
-        found = ", ".join(f"'{name}'" for name in names) or "none"
-        raise ValueError(f"`{path}` needs one scorer that gives every sample a number; `scorer_name` can be: {found}.")
+    values = {name: [_number(each, name) for each in ordered] for name in ordered[0].scores or {}}
+    rewards = {f"rewards/{name}": numbers for name, numbers in values.items() if None not in numbers}
+    if not rewards:
+        raise ValueError(
+            f"`{path}` has no scorer that gives every sample a number; add one, such as `trl_repulse/reward`."
+        )
+    if len(rewards) == 1:
+        rewards["reward"] = next(iter(rewards.values()))
     table = pa.table(
         {
             "prompt_index": pa.array(np.repeat(np.arange(len(rows)), epochs), pa.int32()),
@@ -400,8 +403,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
                 for each in ordered
             ],
             "completion": [each.output.completion for each in ordered],
-            **{f"rewards/{name}": [_number(each, name) for each in ordered] for name in names},
-            "reward": [_number(each, scorer_name or names[0]) for each in ordered],
+            **rewards,
         }
     )
     evaluated = log.eval
@@ -417,7 +419,7 @@ def load_inspect_log(path: str | Path, scorer_name: str | None = None) -> Sample
         "reference": None,
         "rewards": {each.name: each.options or {} for each in evaluated.scorers or []},
         "prompts": {"count": len(rows), "sha256": digest(inputs)},
-        "settings": json.loads(json.dumps(settings, default=str)),
+        "settings": plain_json(settings),
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)

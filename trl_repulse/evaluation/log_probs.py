@@ -4,7 +4,6 @@ Log-probabilities of completions under a language model.
 Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +14,6 @@ from ..generation._probe import Guard, probe_shared
 from ..generation.drawing import POLICY, Sampler, batches, logits_after_prompts, padded_outputs
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
-
-
-def log_mean_exp(log_prob: torch.Tensor) -> float:
-    """Log of the mean of probabilities, from their logs (P,)."""
-    return log_prob.logsumexp(dim=0).item() - math.log(len(log_prob))
 
 
 _AT_ONCE = 2**22  # logits in float32: those of a large vocabulary leave the cache of a CPU

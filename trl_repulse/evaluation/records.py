@@ -187,7 +187,7 @@ def read_header(folder: Path, kind: str = "samples") -> dict[str, Any]:
     """The header of samples or attacks, complete or not."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"`{folder}` holds no {kind}: it has no `{HEADER}`; name a folder that `{KINDS[kind]}` has written."
         ) from None

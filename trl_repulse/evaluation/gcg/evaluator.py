@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +37,6 @@ REFUSALS = (
 )  # fmt: skip
 
 
-# Columns of JailbreakBench and HarmBench that name a behaviour
-LABELS = ("Index", "BehaviorID", "Behavior", "Category")
-
-
 @dataclass(frozen=True)
 class TableRow:
     """A target of the table."""
@@ -48,7 +44,6 @@ class TableRow:
     number: int  # from 1
     goal: str  # empty in the scenario "strings"
     target: str
-    labels: dict[str, Any] = field(default_factory=dict)  # what the table says of it in columns of `LABELS`
 
 
 class RefusalJudge:
@@ -214,8 +209,7 @@ def load_table(
             if not isinstance(row.get(name), str) or row[name].strip().lower() in _EMPTY:
                 raise ValueError(f"Row {number} of {where} has no `{name}`; fill it, or take the row out.")
         goal = in_context(row["goal"], row.get(CONTEXT)) if scenario == "behaviors" else ""
-        labels = {name: row[name] for name in LABELS if name in row}
-        table.append(TableRow(number, goal, row["target"], labels))
+        table.append(TableRow(number, goal, row["target"]))
     return table
 
 
@@ -266,7 +260,7 @@ def make_header(
 
 def _evaluate(attack: GCG, judge: dict[str, Callable[..., Any]], engine: Engine, row: TableRow) -> dict[str, Any]:
     """One target's result. `judge` has one reward function, by its name."""
-    record: dict[str, Any] = {"row": row.number, "goal": row.goal, "target": row.target, **row.labels}
+    record: dict[str, Any] = {"row": row.number, "goal": row.goal, "target": row.target}
     try:
         return record | {"status": "ok"} | _attack_and_judge(attack, judge, engine, row)
     except (GCGError, torch.OutOfMemoryError) as error:
