@@ -22,6 +22,7 @@ from trl_repulse.evaluation.rare.pilot import (
     tail,
 )
 from trl_repulse.evaluation.rare.sampling import draw
+from trl_repulse.generation import drawing
 from trl_repulse.math.importance import TILTS
 
 from ..conftest import build_model
@@ -46,8 +47,13 @@ def components_of(policy, other, vocabulary):
     }
 
 
-def test_components_draw_as_they_are_scored(models, tokenizer, prompts, evaluator, reward):
-    """Against enumeration: probabilities of all completions sum to 1 and follow the formula, and draws have them."""
+@pytest.mark.parametrize("large_vocabulary", [8192, 8])
+def test_components_draw_as_they_are_scored(
+    models, tokenizer, prompts, evaluator, reward, monkeypatch, large_vocabulary
+):
+    """Against enumeration: probabilities of all completions sum to 1 and follow the formula, and draws have them, also where a
+    large vocabulary is drawn from by inversion."""
+    monkeypatch.setattr(drawing, "_LARGE_VOCABULARY", large_vocabulary)
     policy, other = models
     components = components_of(policy, other, len(tokenizer))
     ids = evaluator.completion_ids.masked_fill(evaluator.completion_ids < 0, tokenizer.pad_token_id)

@@ -121,7 +121,9 @@ def drawn_by(policy: PreTrainedModel, component: Component, length: int, use_cac
     generate = base.generate
 
     def changed_generate(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([changed]))
+        # Before what draws by inversion
+        processors = LogitsProcessorList([changed, *kwargs.pop("logits_processor", ())])
+        return generate(*args, **kwargs, logits_processor=processors)
 
     with generating_by(base, changed_generate):
         yield model
