@@ -90,7 +90,7 @@ CASES = {
             "disable_dropout": False,
         },
     ),
-    "reinforce, constraint": Case(ReinforceTrainer, {"max_bad_probability": 0.05, "bad_reward_threshold": -1.0} | CUT),
+    "reinforce, cut": Case(ReinforceTrainer, CUT),
     "reinforce, adapter": Case(ReinforceTrainer, KL | MANY_UPDATES, adapters=ADAPTER, resumed=True),
     # RePULSe: the hot policy, the policy's own samples, a learned proposal
     "hot": Case(RePULSeTrainer, HOT | KL | EVALUATED | {"save_negatives": True}),
@@ -100,7 +100,7 @@ CASES = {
     "hot, cut, tilted": Case(RePULSeTrainer, HOT | CUT | {"potential": "tilted", "target_dist_beta": -1.0}),
     "hot, read again": Case(RePULSeTrainer, HOT | READ_AGAIN),
     "hot, adapter": Case(RePULSeTrainer, HOT | KL, adapters=ADAPTER),
-    "hot, constraint": Case(RePULSeTrainer, HOT | {"max_bad_probability": 0.05}, resumed=True),
+    "hot, resumed": Case(RePULSeTrainer, HOT, resumed=True),
     "hot, conversations": Case(RePULSeTrainer, HOT | KL, "llama", "chats"),
     "own": Case(RePULSeTrainer, OWN | KL),
     "own, many updates": Case(RePULSeTrainer, OWN | MANY_UPDATES, "llama"),

@@ -124,7 +124,6 @@ METHODS = {
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "PPO": {"num_iterations": 2, "value_clip": 0.01},
     "tails": {"max_steps": 3},
-    "constraint": {"max_bad_probability": 0.1, "bad_reward_threshold": -2.0, "constraint_learning_rate": 0.5},
 }
 
 

@@ -71,7 +71,6 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
     [
         (4, 1, "leave one out"),
         (2, 2, "REINFORCE++-baseline"),
-        (2, 2, "constraint"),
         (2, 2, "hot"),
         (2, 2, "hot, threshold measured"),
     ],

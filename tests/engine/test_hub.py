@@ -275,21 +275,18 @@ def test_the_policys_card(push, tmp_path, monkeypatch):
         "@software{vonwerra2020trl",
     ):
         assert said in card.text
-    for absent in ("### Measured", "question", "None", "reward_transform_", "constraint", "SchedulerType"):
+    for absent in ("### Measured", "question", "None", "reward_transform_", "SchedulerType"):
         assert absent not in card.text
 
 
 def test_what_was_measured_is_on_the_card(hub, make, tmp_path):
-    limit = {"max_bad_probability": 0.25, "bad_reward_threshold": -1.0}
-    trainer = make(ReinforceTrainer, push_to_hub=True, hub_model_id="me/out", **limit)
-    trainer.constraint.multiplier = 12.5
+    trainer = make(ReinforceTrainer, push_to_hub=True, hub_model_id="me/out", bad_reward_threshold=-1.0)
     trainer.tail_report = "P(bad) = 1e-4 (95 %: 5e-5 to 2e-4), 100,000 samples"
     trainer.measured = {"p_bad": np.float64(1e-4), "missing": float("nan"), "unknown": None}
     trainer.push_to_hub(dataset_name="me/prompts")
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
     assert f"### Measured\n\n{trainer.tail_report}\n\n### Model" in card.text
-    for said in ("max_bad_probability` | 0.25", "constraint/multiplier` | 12.5 at the end"):
-        assert said in card.text
+    assert "bad_reward_threshold` | -1.0" in card.text
     assert card.data.datasets == "me/prompts" and "The proposal" not in card.text
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_type) == ("p_bad", 1e-4, "me/prompts")

@@ -43,7 +43,6 @@ CASES = {
     "hot policy on PPO": (RePULSePPOTrainer, HOT),
     "RePULSe on GRPO": (RePULSeGRPOTrainer, ONE_BLOCK | {"num_iterations": 2, "beta": 0.1}),
     "hot policy on GRPO": (RePULSeGRPOTrainer, HOT),
-    "constraint": (RePULSeTrainer, HOT | {"max_bad_probability": 0.05}),
     "moving reference": (RePULSeTrainer, {"per_device_train_batch_size": 8} | MOVING),
     "PPO, moving reference": (PPOTrainer, ONE_BLOCK | MOVING),
 }
@@ -248,7 +247,6 @@ def test_negatives_of_another_run_are_not_cut_by_a_resumed_one(run, tmp_path, ca
         (ReinforceTrainer, {"generation_kwargs": {"no_repeat_ngram_size": 1}}),
         (ReinforceTrainer, {"disable_dropout": False}),
         (ReinforceTrainer, {"sync_ref_model": True}),
-        (ReinforceTrainer, {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0}),
         (PPOTrainer, {"temperature": 0.5}),
         (PPOTrainer, {"delta": 3.0}),
         (RePULSeGRPOTrainer, {"scale_rewards": "none"}),

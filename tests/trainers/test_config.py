@@ -94,7 +94,6 @@ def test_configurations_without_a_second_model(make, kwargs):
 
 HOT = {"proposal": "hot_policy", "proposal_temperature": 1.5, "bad_reward_threshold": 0.0}
 CUT = {"per_device_train_batch_size": 1, "num_generations": 8}  # prompts over several micro-batches
-LIMIT = {"max_bad_probability": 0.1, "bad_reward_threshold": -1.0}
 SERVERS = {"use_vllm": True, "vllm_mode": "server", "proposal_vllm_server_base_url": "http://localhost:8001"}
 TRANSFORM = {"reward_transform": "indicator", "reward_transform_threshold": -3.0}
 # Values that are refused by themselves
@@ -129,7 +128,6 @@ REFUSED_ALONE = {
     "negative_baseline": ["policy"],
     "baseline": ["mean"],
     "baseline_constant": [1.0],
-    "constraint_learning_rate": [0.1],
     "logprob_reduction": ["max"],
     "alpha_normalization": ["tokens"],
     "reward_transform": ["log"],
@@ -174,11 +172,6 @@ REFUSED += [
     ("reward_cap", {"reward_cap": 1.0, "potential": "class", "target_dist_beta": 1.0}),
     ("baseline_constant", {"baseline_constant": 1.0, "baseline": "group_mean"}),
     ("baseline", {"baseline": "constant", "baseline_constant": 1.0, "normalize_advantages": True}),
-    ("max_bad_probability", LIMIT | {"max_bad_probability": 0.0}),
-    ("max_bad_probability", LIMIT | {"max_bad_probability": 1.0}),
-    ("bad_reward_threshold", {"max_bad_probability": 0.1}),
-    ("constraint_learning_rate", LIMIT | {"constraint_learning_rate": 0.0}),
-    ("alpha_start", LIMIT | {"alpha_start": 0.01}),
     ("reward_transform_alpha", {"reward_transform": "exponential", "reward_transform_alpha": -1.0}),
     ("reward_transform_beta", {"reward_transform": "exponential", "reward_transform_beta": 1.0}),
     ("reward_transform_threshold", {"reward_transform": "indicator"}),
@@ -439,14 +432,6 @@ def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
     assert Own(own=3, **settings).own == 3
     with pytest.raises(TypeError, match="learning_rat"):
         Own(own=3, learning_rat=1e-3, **settings)
-
-
-def test_without_a_negative_term_its_schedule_may_stay():
-    """`alpha=0` is one switch; the constraint then moves a cost, not `alpha`."""
-    limit = LIMIT | {"alpha_start": 0.5, "use_cpu": True, "bf16": False}
-    assert RePULSeConfig(output_dir="out", alpha=0.0, **limit).charges_bad
-    with pytest.raises(ValueError, match="alpha_start.* contradicts"):
-        RePULSeConfig(output_dir="out", alpha=1.0, **limit)
 
 
 @pytest.mark.parametrize("config_cls", [*ALL, ARGUMENTS["grpo"][1]])

@@ -58,14 +58,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         normalize_advantages (`bool`, *optional*, defaults to `False`):
             Whether to shift and scale advantages to mean 0 and standard deviation 1 over a generation batch, over all
             processes, like [`~trl.RLOOConfig`]'s field.
-        max_bad_probability (`float`, *optional*):
-            If set, a dual variable holds the probability of a reward under `bad_reward_threshold`, averaged over the
-            prompts, to this limit ε. The variable is what a bad completion costs in units of reward, initially 1. In
-            [`RePULSeTrainer`] it is `alpha`, with its own initial value, unless that is 0.
-        constraint_learning_rate (`float`, *optional*, defaults to `0.02`):
-            How far the logarithm of that dual variable, plus a tenth of its first value, moves after the first update
-            on each generation batch, in nats: at most this without bad completions, half of this with twice as many as
-            ε allows, and nearly this with many more.
         reward_clip_range (`list[float]`, *optional*):
             Lowest and highest reward the policy sees, before any transform, like [`~trl.RLOOConfig`]'s field. If
             unset, no limits. The target distribution, the logged `reward` and evaluations use unclipped rewards.
@@ -97,8 +89,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = "leave_one_out"
     baseline_constant: float = 0.0
     normalize_advantages: bool = False
-    max_bad_probability: float | None = None
-    constraint_learning_rate: float = 0.02
     reward_clip_range: list[float] | None = None
     logprob_reduction: Literal["mean", "sum"] = "mean"
 
@@ -116,7 +106,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
             self.reward_clip_range = limits
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
-        self._check_constraint()
         if self.baseline != "constant":
             require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")
         else:
@@ -124,18 +113,3 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
                 "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
             )
             require(self, not self.normalize_advantages, "baseline", remedy)
-
-    @property
-    def charges_bad(self) -> bool:
-        """Whether a constraint subtracts the cost of bad completions from the reward."""
-        return self.max_bad_probability is not None
-
-    def _check_constraint(self) -> None:
-        if self.max_bad_probability is None:
-            return require_defaults(self, "has no effect; set `max_bad_probability`", "constraint_learning_rate")
-        remedy = "must be above 0 and below 1: the probability of a bad completion that the policy is held to"
-        require(self, 0 < self.max_bad_probability < 1, "max_bad_probability", remedy)
-        remedy = "is needed by `max_bad_probability`; set the reward under which a completion counts as bad"
-        require(self, self.bad_reward_threshold is not None, "bad_reward_threshold", remedy)
-        remedy = "must be a finite number above 0"
-        require(self, 0 < self.constraint_learning_rate < math.inf, "constraint_learning_rate", remedy)

@@ -187,13 +187,6 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
     def __post_init__(self):
         super().__post_init__()
         check_repulse_config(self)
-        if self.max_bad_probability is not None and self.alpha > 0:
-            remedy = "contradicts `max_bad_probability`, which moves `alpha` from the value it has; leave it unset"
-            require(self, self.alpha_start is None, "alpha_start", remedy)
-
-    @property
-    def charges_bad(self) -> bool:
-        return super().charges_bad and self.alpha == 0  # else the constraint moves `alpha`
 
 
 @documented

@@ -62,7 +62,7 @@ _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
     value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
     proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
-    normalize_advantages max_bad_probability constraint_learning_rate gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    normalize_advantages gae_lambda gamma value_clip whiten_advantages reward_clip_range
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
 _OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}
@@ -145,8 +145,6 @@ def amend_model_card(trainer: Any) -> None:
     settings["mixed_precision"] = trainer.accelerator.mixed_precision
     if trainer.bad_reward_threshold is not None:
         settings["bad_reward_threshold"] = trainer.bad_reward_threshold
-    if trainer.constraint is not None:
-        settings["constraint/multiplier"] = f"{trainer.constraint.multiplier:.4g} at the end"
     added += "".join(f"| `{name}` | {getattr(value, 'value', value)} |\n" for name, value in settings.items())
     added += f"\n### Limits\n\n{_LIMITS}\n\n{_VERSIONS}- TRL-RePULSe: {version('trl-repulse')}\n"
     card.text = card.text.replace(_VERSIONS, added, 1).replace(_NO_BASE, "a local model", 1)
@@ -172,10 +170,7 @@ def _has_effect(args: Any, name: str) -> bool:
     """Whether a setting is set and has an effect."""
     if getattr(args, name, None) is None:
         return False
-    switch = {"constraint_learning_rate": "max_bad_probability"}.get(name)
-    if name.startswith("reward_transform_"):
-        switch = "reward_transform"
-    if switch is not None and getattr(args, switch, None) is None:
+    if name.startswith("reward_transform_") and args.reward_transform is None:
         return False
     if getattr(args, "alpha", 0) == 0:
         return name != "alpha" and name not in _OF_NEGATIVE_TERM

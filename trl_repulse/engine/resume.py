@@ -212,7 +212,6 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
         _NEGATIVE_TERM: None if negative is None else negative.state(),
-        "constraint": None if trainer.constraint is None else trainer.constraint.state(),
         "settings": _settings(trainer),
         "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
     }
@@ -230,8 +229,6 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
     position = json.loads((checkpoint / f"position-{rank}.json").read_text(encoding="utf-8"))
     trainer._step = position["step"]
     trainer._conversation = (position["prompt"] or {}).get("messages")
-    if trainer.constraint is not None and position["constraint"] is not None:
-        trainer.constraint.load_state(position["constraint"])
     batches = [dict(batch) for batch in position["buffer"] or ()]
     tensors: dict[str, torch.Tensor] = {}
     for key, value in load_file(checkpoint / f"position-{rank}.safetensors").items():
@@ -279,8 +276,9 @@ def _settings(trainer: Any) -> dict[str, Any]:
         for name, value in trainer.args.to_dict().items()
         if name in compared or not (name in shared or _FREE.fullmatch(name))
     }
-    decides = settings.get("potential") == "indicator" or trainer.constraint is not None
-    if not (decides or getattr(trainer.args, "draws_hot", False)):  # it only serves a metric
+    if not (
+        settings.get("potential") == "indicator" or getattr(trainer.args, "draws_hot", False)
+    ):  # it only serves a metric
         settings.pop("bad_reward_threshold", None)
     if not trainer.args.sync_ref_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("ref_model_")}

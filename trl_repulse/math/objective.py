@@ -95,18 +95,6 @@ def geometric_schedule(start: float, end: float, progress: float) -> float:
     return end if progress == 1.0 else start * math.pow(ratio, progress)
 
 
-def dual_step(multiplier: float, p_bad: float, limit: float, scale: float, rate: float) -> float:
-    """
-    Lagrange multiplier of P(bad) ≤ `limit` after a step of dual ascent: multiplier · exp(rate · (p_bad − limit) / scale).
-
-    As in [Safe RLHF](https://huggingface.co/papers/2310.12773) the step is taken on the logarithm, which keeps the multiplier
-    above 0. There, steps grow with the multiplier and the cost; here they have a `scale`, the distance from the limit at which
-    a step has the size `rate`, in nats, so that one rate serves any limit. `scale` must not depend on the estimate `p_bad`:
-    then the mean step at the limit is 0, however rare bad outputs are. A step up is at most one nat.
-    """
-    return multiplier * math.exp(min(rate * (p_bad - limit) / scale, 1.0))
-
-
 def _require_non_negative(name: str, value: float) -> None:
     if not value >= 0:
         raise ValueError(f"`{name}` must be at least 0, got {value}.")

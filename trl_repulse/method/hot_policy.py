@@ -54,8 +54,6 @@ class HotPolicy(ExtraSamplesTerm):
         services ([`Services`]): What the trainer gives.
     """
 
-    observes_bad = True  # from both kinds of samples
-
     def __init__(self, services: Services):
         super().__init__(services)
         self.choice = SamplerChoice(services, self.args.proposal_temperature)
@@ -131,22 +129,20 @@ class HotPolicy(ExtraSamplesTerm):
         return Weights(*by_unit, log_w=log_w, log_potential=log_potential, log_p=log_p, log_q=log_q)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """As [`NegativeTerm.observe`]. The choice of samplers and a constraint get the bad samples."""
-        log_w, log_potential, constraint = weights.log_w, weights.log_potential, self.services.constraint
+        """As [`NegativeTerm.observe`]. The choice of samplers gets the bad samples."""
+        log_w, log_potential = weights.log_w, weights.log_potential
         log_p, log_q = weights.log_p, weights.log_q
         assert log_w is not None and log_potential is not None and log_p is not None and log_q is not None
         if shape.training:
             self.choice.keep_finds(log_p, log_q, log_w - log_potential.nan_to_num(neginf=0.0))
         self.log_extra_samples(units, scores, shape, self._may_be_bad(units.extra_samples.rewards))
         scored, has_bad = ~log_potential.isnan(), (log_w > -torch.inf).any(dim=1)
-        # P(bad) of a prompt: the mean of p / m over its samples with a reward, of which bad ones alone count
-        p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
-        p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
         if self.bad_reward_threshold is not None:
             self.logs.importance("negative", log_w[has_bad], scored[has_bad])
+            # P(bad) of a prompt: the mean of p / m over its samples with a reward, of which bad ones alone count
+            p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
+            p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
             self.logs.mean("negative/p_bad", p_bad)
-        if constraint is not None:
-            constraint.observe(p_bad, resolution=0.0)
 
     def state(self) -> dict[str, Any]:
         measured = None if self.measured is None else self.measured.state()

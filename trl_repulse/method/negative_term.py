@@ -11,7 +11,7 @@ tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -33,10 +33,6 @@ from ..math.objective import (
 from ..models._adapters import base_of
 
 
-if TYPE_CHECKING:
-    from .constraint import Constraint
-
-
 @dataclass(frozen=True)
 class Services:
     """
@@ -48,7 +44,6 @@ class Services:
         policy (`Callable`): Gives the policy, which FSDP replaces when training begins.
         drawing ([`Drawing`]), scoring ([`Scoring`]), logs ([`Logs`]): What draws, scores and records.
         engine ([`~trl_repulse.generation.VLLMGenerator`], *optional*): The vLLM engine.
-        constraint ([`Constraint`], *optional*): A limit on P(bad).
         beta (`float`): KL coefficient.
         state (`Callable`): Gives the state of training.
         micro_batches (`Callable`): Gives the number of micro-batches of the current update.
@@ -65,7 +60,6 @@ class Services:
     scoring: Scoring
     logs: Logs
     engine: Any
-    constraint: "Constraint | None"
     beta: float
     state: Callable[[], TrainerState]
     micro_batches: Callable[[], int]
@@ -132,8 +126,6 @@ class NegativeTerm:
     Args:
         services ([`Services`]): What the trainer gives.
     """
-
-    observes_bad = False  # whether a constraint sees P(bad) in `observe`, and not from the policy's samples alone
 
     def __init__(self, services: Services):
         self.services = services
@@ -204,7 +196,7 @@ class NegativeTerm:
         return Weights(own=self.services.by_unit(own, units.own.rewards), log_w=log_w, log_potential=log_potential)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """Logs the weights, and passes them to what adapts to them, such as a constraint. A collective call."""
+        """Logs the weights, and passes them to what adapts to them, such as the choice of samplers. A collective call."""
         if weights.log_w is not None and weights.log_potential is not None:
             self.logs.importance("negative", weights.log_w, ~weights.log_potential.isnan())
 
@@ -241,8 +233,6 @@ class NegativeTerm:
 
     def scheduled(self, name: str) -> float:
         """`alpha` or `target_dist_beta` at this update."""
-        if name == "alpha" and self.services.constraint is not None:
-            return self.services.constraint.multiplier
         start, end = getattr(self.args, f"{name}_start"), getattr(self.args, name)
         if start is None:
             return end

@@ -104,7 +104,6 @@ from ..generation.drawing import (
 )
 from ..math.importance import sequence_log_prob
 from ..math.objective import transform_rewards
-from ..method.constraint import Constraint
 from ..method.hot_policy import HotPolicy
 from ..method.learned_proposal import LearnedProposal
 from ..method.negative_term import NegativeTerm, Services
@@ -195,7 +194,6 @@ class BaseTrainer(GRPOTrainer):
         )
         for prefix in ("", "*/")
     )
-    constraint: Constraint | None = None  # on the rate of bad outputs
     proposal: SecondModel | None = None
     _negative: NegativeTerm | None = None
     # What steps are made of
@@ -412,7 +410,6 @@ class BaseTrainer(GRPOTrainer):
             self._scoring,
             self._logs_of_run,
             self.vllm_generation if self.use_vllm else None,
-            self.constraint,
             self.beta,
             lambda: self.state,
             lambda: self.current_gradient_accumulation_steps,
@@ -662,8 +659,6 @@ class BaseTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
-            if self.constraint is not None:
-                self.constraint.update()
             if VALUE_FOLDER in self.second_models:
                 self.second_models[VALUE_FOLDER].update(self._logs_of_run, VALUE_FOLDER)
             if self._negative is not None:

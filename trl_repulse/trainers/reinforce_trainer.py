@@ -5,7 +5,6 @@ micro-batches: a unit is a prompt with all its completions (n = N) where a micro
 (n = 1) where it does not.
 """
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,7 @@ from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, is_below, repulse_loss
-from ..method.constraint import Constraint
+from ..math.objective import WeightedSamples, compute_advantages, repulse_loss
 from .base_trainer import BaseTrainer
 
 
@@ -75,12 +73,6 @@ class ReinforceTrainer(BaseTrainer):
                 "`PPOTrainer`, or `RePULSeGRPOTrainer` with `alpha=0`."
             )
 
-    def _build_services(self) -> None:
-        super()._build_services()
-        if self.args.max_bad_probability is not None:
-            start = 1.0 if self._charges_bad else self.args.alpha
-            self.constraint = Constraint(self.args, self._logs_of_run, start)
-
     # Step 1: draw
 
     def _generate(self, prompts: list):
@@ -115,35 +107,18 @@ class ReinforceTrainer(BaseTrainer):
 
     # Step 3: weigh
 
-    @functools.cached_property
-    def _charges_bad(self) -> bool:
-        """Whether a constraint subtracts the cost of bad completions from the reward."""
-        return self.args.charges_bad
-
     @property
     def transforms_rewards(self) -> bool:
-        return bool(self.args.reward_clip_range) or self._charges_bad or super().transforms_rewards
+        return bool(self.args.reward_clip_range) or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
         limits = self.args.reward_clip_range
-        transformed = super()._transform(rewards.clamp(*limits) if limits else rewards)
-        if self._charges_bad:
-            assert self.constraint is not None  # whose multiplier is the charge
-            bad = is_below(rewards, self.args.bad_reward_threshold)
-            transformed = torch.where(bad, transformed - self.constraint.multiplier, transformed)
-        return transformed
-
-    def _observe(self, rewards: torch.Tensor) -> None:
-        """Passes the policy's samples to the constraint, unless there is none or the negative term does so."""
-        if self.constraint is not None and not (self._negative is not None and self._negative.observes_bad):
-            bad = is_below(rewards, self.args.bad_reward_threshold).float()
-            self.constraint.observe(bad.masked_fill(rewards.isnan(), torch.nan), resolution=1.0)
+        return super()._transform(rewards.clamp(*limits) if limits else rewards)
 
     def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:
         """Units with `advantages` and `returns`, from rewards and, with a KL penalty, log-probabilities under the policy that was sampled."""
         own, generations, accelerator = units.own, shape.generations, self.accelerator
         kl = self._kl(own, None if self.beta == 0.0 else scores.of(OWN, own))
-        self._observe(own.rewards)
         returns = self._transform(own.rewards) - self.beta * kl
         baseline = (self.args.baseline, self.args.baseline_constant)
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
