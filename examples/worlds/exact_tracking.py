@@ -5,6 +5,7 @@ completions over a tiny vocabulary, and log P(bad) of bad tokens over one of any
 `train` is that of the training commands, with the flags `--bad_token_ids`, `--exact_tracking` and `--tracking_every`.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from trl_repulse.configs.shared_config import documented
 from trl_repulse.data._checks import check_prompt_lengths
 from trl_repulse.data._texts import check_added_tokens
 from trl_repulse.evaluation._generation import reward_of_model
+from trl_repulse.evaluation.plots import MODELS, Panel
+from trl_repulse.evaluation.report import text_table
 from trl_repulse.evaluation.tails import check_sizes
 from trl_repulse.evaluation.tracking import TrackingCallback
 from trl_repulse.models._adapters import in_mode
@@ -40,6 +43,12 @@ from trl_repulse.models._model_checks import check_causal, check_token_ids
 from .exact import ExactEvaluator, log_mean_exp
 
 
+# Quantity -> its row of the table, and the title and the unit of its panel, if it has one
+QUANTITIES = {
+    "expected_reward": ("expected reward", "Expected reward", "reward"),
+    "log_prob_bad": ("exact log P(bad), nats", "Exact log P(bad)", "nats"),
+    "kl": ("KL to reference, nats per completion", None, None),
+}
 # An exact evaluation takes tens of thousands of sequences a prompt for a vocabulary as large as GPT-2's
 MAX_EXACT_PROMPTS = 64
 
@@ -101,12 +110,14 @@ def make_tracking(
 
 
 class _PeriodicTracking(TrackingCallback):
-    """Evaluates policy and proposal at the start, every few updates, and at the end."""
+    """Evaluates policy and proposal at the start, every few updates, and at the end, and puts the values into the run's results, table,
+    figure and card."""
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer, every: int):
         check_sizes(every=every)
         super().__init__(trainer)
         self.every = every
+        self.history: list[dict[str, Any]] = []
         self._proposal = trainer.proposal if isinstance(trainer.args, NegativeTermConfig) else None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
@@ -125,6 +136,46 @@ class _PeriodicTracking(TrackingCallback):
             self.history.pop()
         self._record()
         super().on_train_end(args, state, control, **kwargs)
+        if self.history:
+            first = self.history[0]["update"]
+            start = f"at update {first}, where training was resumed," if first else "at the start"
+            self.trainer.measured = self.history[-1]["policy"]
+            self.trainer.tail_report = (
+                f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
+                f"training:\n\n```text\n{self.table({})}\n```"
+            )
+
+    def results(self) -> dict[str, Any]:
+        """With `history`, and the values of the policy before and after training, as `initial` and `final`."""
+        ends = {"initial": self.history[0]["policy"], "final": self.history[-1]["policy"]}
+        return super().results() | ends | {"history": self.history}
+
+    def table(self, metrics: dict[str, Any]) -> str:
+        """The policy's exact values at the start and the end. Metrics are shown if the expected reward is not among them."""
+        start, end = self.history[0]["policy"], self.history[-1]["policy"]
+        rows = [(row, _number(start[key]), _number(end[key])) for key, (row, *_) in QUANTITIES.items() if key in end]
+        rows += [("samples drawn", "0", f"{self.samples:,}"), ("seconds", "0.0", f"{self.seconds:.1f}")]
+        if "expected_reward" not in end:
+            rows += [(name, "", _number(value)) for name, value in metrics.items()]
+        return "\n".join(text_table([("", "start", "end"), *rows]))
+
+    def panels(self) -> list[Panel]:
+        """Expected reward and exact log P(bad) against the samples drawn, as far as they are tracked and finite."""
+        axis = "samples drawn (policy + proposal)" if self._proposal is not None else "samples drawn"
+        panels = []
+        for quantity, (_, title, unit) in QUANTITIES.items():
+            if title is None or quantity not in self.history[-1]["policy"]:
+                continue
+            points = {
+                model: [
+                    (entry["samples"], values[quantity])
+                    for entry in self.history
+                    if (values := entry[model]) and values[quantity] is not None and math.isfinite(values[quantity])
+                ]
+                for model in MODELS
+            }
+            panels.append((title, unit, axis, {model: series for model, series in points.items() if series}))
+        return panels
 
     def _record(self) -> None:
         # With models sharded by ZeRO-3 or FSDP2, a forward pass takes all processes; all get the same result
@@ -145,6 +196,12 @@ class _PeriodicTracking(TrackingCallback):
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
         """Any of `"expected_reward"`, `"log_prob_bad"` and `"kl"` of one model."""
         raise NotImplementedError
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 class ExactTrackingCallback(_PeriodicTracking):
@@ -171,6 +228,7 @@ class ExactTrackingCallback(_PeriodicTracking):
     >>> trainer.add_callback(tracking)
     >>> trainer.train()
     >>> tracking.history[-1]["policy"]["log_prob_bad"]
+    >>> plot_training(trainer.state.log_history, "training.png", tracking.panels())
     ```
     """
 

@@ -303,7 +303,8 @@ def test_the_example_pushes_what_it_measured(hub, tmp_path):
     card = policy.files["README.md"].decode()
     assert "### Measured\n\nExact values" in card and f"{results['final']['log_prob_bad']:.4f}" in card
     found = {each.metric_type: each.metric_value for each in ModelCard(card).data.eval_results}
-    assert set(found) == {"expected_reward", "log_prob_bad", "kl"} and found == results["final"]
+    assert set(results["final"]) == {"expected_reward", "log_prob_bad", "kl"}
+    assert results["final"].items() <= found.items()
     assert not [name for name in policy.files if "proposal" in name or "completions" in name]
     assert (tmp_path / "out" / "completions" / "before_after.md").exists()
     assert hub.repositories["me/out-proposal"].private

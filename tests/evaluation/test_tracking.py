@@ -1,6 +1,5 @@
-"""Exact evaluation along a run: counts, clocks, history, files."""
+"""Exact evaluation along a run: counts, clocks, history, table, figure."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from examples.worlds.exact_tracking import BadTokenTrackingCallback, ExactTracki
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
 from trl_repulse.evaluation import tracking as tracking_module
 from trl_repulse.evaluation.plots import logged_panels, plot_training
-from trl_repulse.evaluation.tracking import TrackingCallback, format_table, write_results
+from trl_repulse.evaluation.tracking import TrackingCallback
 
 from ..conftest import QUIET
 
@@ -208,17 +207,15 @@ def test_bad_tokens_along_a_run(tmp_path):
         expected = evaluator.evaluate(model).log_prob_bad
         assert tracking.history[-1][name] == {"log_prob_bad": pytest.approx(expected, abs=1e-5)}
 
-    path = tmp_path / "results.json"
-    write_results(path, "RePULSe", 0, tracking, {})
-    results = json.loads(path.read_text())
+    results = tracking.results()
     assert results["initial"] == tracking.history[0]["policy"]
     assert results["final"] == tracking.history[-1]["policy"]
-    rows = {line[:22].strip(): line[22:].split() for line in format_table(tracking, {"reward": 1.5}).splitlines()}
+    rows = {line[:22].strip(): line[22:].split() for line in tracking.table({"reward": 1.5}).splitlines()}
     start, end = (f"{results[name]['log_prob_bad']:.4f}" for name in ("initial", "final"))
     assert rows["exact log P(bad), nats"] == [start, end]
     assert rows["reward"] == ["1.5000"]
     assert not {"expected reward", "KL to reference, nats per completion"} & set(rows)
-    plot_training(tracking.history, tmp_path / "training.png")
+    plot_training([], tmp_path / "training.png", tracking.panels())
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -246,48 +243,37 @@ class TestFiles:
         ]
         return tracking
 
-    def test_results(self, tmp_path, tracking):
-        path = tmp_path / "new" / "results.json"
-        settings = {"alpha": 0.1, "device": torch.device("cpu"), "bounds": (None, 1.0, -math.inf), "dtype": None}
-        write_results(path, "RePULSe", 7, tracking, settings, {"reward": math.nan, "kl": 0.5})
-        results = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
-        names = "method seed samples policy_updates initial final seconds metrics history settings"
-        assert set(results) == {*names.split()}
-        assert (results["method"], results["seed"], results["policy_updates"]) == ("RePULSe", 7, 20)
-        assert results["initial"] == {"expected_reward": 1.0, "log_prob_bad": -2.5, "kl": 0.0}
-        assert results["final"] == {"expected_reward": 21.0, "log_prob_bad": None, "kl": None}
-        assert results["history"][1] == tracking.history[1]
-        assert results["settings"] == {"alpha": 0.1, "device": "cpu", "bounds": [None, 1.0, None]}
-        assert results["metrics"] == {"reward": None, "kl": 0.5}
-        write_results(path, "REINFORCE", 0, TrackingCallback(tracking.trainer), {})  # without exact evaluation
-        results = json.loads(path.read_text())
-        assert not {"initial", "final"} & set(results) and (results["history"], results["samples"]) == ([], 0)
+    def test_results(self, tracking):
+        costs = {"samples": 0, "policy_updates": 20, "seconds": 0.0}
+        assert TrackingCallback(tracking.trainer).results() == costs | {"policy_updates": 0}
+        ends = {"initial": tracking.history[0]["policy"], "final": tracking.history[-1]["policy"]}
+        assert tracking.results() == costs | ends | {"history": tracking.history}
 
     def test_table(self, tracking):
-        lines = format_table(tracking).splitlines()
+        lines = tracking.table({}).splitlines()
         assert lines[0].split() == ["start", "end"]
         assert lines[2].split() == ["expected", "reward", "1.0000", "21.0000"]
         assert lines[3].split() == ["exact", "log", "P(bad),", "nats", "-2.5000", "-inf"]
         assert lines[4].split() == ["KL", "to", "reference,", "nats", "per", "completion", "0.0000", "-"]
         assert [line.split()[0] for line in lines[5:]] == ["samples", "seconds"]
         assert len(set(map(len, lines))) == 1
-        table = format_table(TrackingCallback(tracking.trainer), {"reward": 0.123456, "step": 3})
+        table = TrackingCallback(tracking.trainer).table({"reward": 0.123456, "step": 3})
         lines = [line.split() for line in table.splitlines()]
         assert ["reward", "0.1235"] in lines and ["step", "3"] in lines and ["samples", "drawn", "0"] in lines
 
     def test_figure(self, tmp_path, tracking):
         path = tmp_path / "new" / "training.png"
-        plot_training(tracking.history, path)
+        plot_training([], path, tracking.panels())
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size > 10_000
-        history = [entry | {"proposal": None} for entry in tracking.history]
-        history[0]["policy"]["log_prob_bad"] = None
-        plot_training(history, tmp_path / "training.pdf")
+        tracking.history = [entry | {"proposal": None} for entry in tracking.history]
+        tracking.history[0]["policy"]["log_prob_bad"] = None
+        assert tracking.panels()[1][-1] == {"policy": [(640, -4.0)]}  # what is finite
+        plot_training([], tmp_path / "training.pdf", tracking.panels())
         assert (tmp_path / "training.pdf").read_bytes().startswith(b"%PDF")
 
     @pytest.mark.parametrize("exact", [True, False])
     def test_figure_of_what_was_logged(self, tmp_path, tracking, exact):
-        history = tracking.history if exact else []
         logs = [
             {"step": 5, "reward": 1.0, "proposal/reward": -1.0, "proposal/ess": 3.0, "kl": None},
             {"step": 10, "reward": 2.0, "negative/ess": 4.0, "bad_fraction": 0.5, "proposal/log_z_gap": 1.0},
@@ -299,7 +285,7 @@ class TestFiles:
             ("Effective sample size", {"proposal": [(5, 3.0), (10, 4.0)]}),
             ("Collapse gauge: gap of log Z", {"proposal": [(10, 1.0)]}),
         ]
-        plot_training(history, tmp_path / "training.png", logs=logs)
+        plot_training(logs, tmp_path / "training.png", tracking.panels() if exact else ())
         image = imread(tmp_path / "training.png")
         assert image.shape[0] / image.shape[1] == pytest.approx((2 if exact else 1) * 3.4 / (4 * 4.2), rel=0.01)
 
@@ -310,7 +296,7 @@ class TestFiles:
             {"step": step, "reward": 1.0, "negative/ess": 1.0, "negative/p_bad": p}
             for step, p in ((1, 1e-2), (2, 0.0))
         ]
-        plot_training([], tmp_path / "hot.png", logs=logs)
+        plot_training(logs, tmp_path / "hot.png")
         panels = {panel.get_title(loc="left"): panel.get_yscale() for panel in figures[0].axes}
         assert panels == {"Reward of samples": "linear", "Estimated P(bad)": "log"}
 
@@ -320,4 +306,4 @@ class TestFiles:
 
     def test_nothing_to_draw(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to draw; log at least once"):
-            plot_training([], tmp_path / "training.png", logs=[{"step": 1, "train_runtime": 1.0}])
+            plot_training([{"step": 1, "train_runtime": 1.0}], tmp_path / "training.png")

@@ -27,7 +27,8 @@ from ..engine.trl_bridge import withheld_from_uploads
 from ..evaluation.callback import BeforeAfterCallback
 from ..evaluation.plots import plot_training
 from ..evaluation.rare.report import estimate_prob_bad, format_unseen
-from ..evaluation.tracking import TrackingCallback, format_table, write_results
+from ..evaluation.records import write_report
+from ..evaluation.tracking import TrackingCallback
 from ..models._loading import load_model
 from ..rewards.loading import load_reward
 from ..trainers.base_trainer import BaseTrainer
@@ -272,33 +273,27 @@ def report(
     held_out = next((logs for logs in history if "eval_reward" in logs), {})
     metrics = metrics | {key: value for key, value in held_out.items() if key.startswith("eval_")} | dict(unseen)
     settings = without_secrets(args.to_dict()) | {"mixed_precision": trainer.accelerator.mixed_precision}
-    write_results(output_dir / "results.json", method, args.seed, tracking, settings, metrics)
+    settings = {name: value for name, value in settings.items() if value is not None}
+    results = {"method": method, "seed": args.seed, **tracking.results(), "metrics": metrics, "settings": settings}
+    write_report(output_dir / "results.json", results)
     shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
     values = {name: metrics[name] for name in shown}
     values |= {name: kl_per_completion(metrics, name[:-2]) for name in ("kl", "eval_kl") if name in values}
-    table = format_table(tracking, {with_unit(name): value for name, value in values.items()})
+    table = tracking.table({with_unit(name): value for name, value in values.items()})
     if unseen:
         own = metrics | {"samples": tracking.samples}
         if "eval_kl" in values:
             own["kl"] = values["eval_kl"]
         table = format_unseen({**others, method: own}, notes)
-    exact = tracking.history[-1]["policy"] if tracking.history else {}
     sampled = {name: value for name, value in values.items() if "proposal/" not in name}
-    trainer.measured = exact if "expected_reward" in exact else exact | sampled
-    if tracking.history:
-        first = tracking.history[0]["update"]
-        start = f"at update {first}, where training was resumed," if first else "at the start"
-        trainer.tail_report = (
-            f"Exact values, by enumeration of all completions to the prompts followed, {start} and at the end of "
-            f"training:\n\n```text\n{table}\n```"
-        )
+    trainer.measured = sampled | (getattr(trainer, "measured", None) or {})  # that of a callback
     if unseen:
         trainer.measured |= unseen
         before = others.get("initial policy", {})
         trainer.measured |= {f"initial_{name}": before[f"eval_{name}"] for name in P_BAD if f"eval_{name}" in before}
         trainer.tail_report = f"On prompts that were not trained on:\n\n```text\n{table}\n```"
-    if tracking.history or metrics:
-        plot_training(tracking.history, output_dir / "training.png", logs=trainer.state.log_history)
+    if (panels := tracking.panels()) or metrics:
+        plot_training(trainer.state.log_history, output_dir / "training.png", panels)
     print(
         f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}; to check the run: trl-repulse diagnose {args.output_dir}"
     )

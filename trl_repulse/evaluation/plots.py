@@ -17,7 +17,6 @@ MODELS = {  # label, colour, line style
     "policy": ("policy", "#1f5fa8", "-"),
     "proposal": ("proposal", "#c8502d", (0, (5, 1.6))),
 }
-_PANELS = {"expected_reward": ("Expected reward", "reward"), "log_prob_bad": ("Exact log P(bad)", "nats")}
 _Metrics = dict[tuple[str, str], dict[str, tuple[str, ...]]]
 _LOGGED: _Metrics = {  # title and unit -> metric of each model
     ("Reward of samples", "reward"): {"policy": ("reward",), "proposal": ("proposal/reward",)},
@@ -29,27 +28,25 @@ _LOGGED: _Metrics = {  # title and unit -> metric of each model
 }
 _LOGARITHMIC = {"Bad samples", "Estimated P(bad)"}  # 0 is not drawn
 # Title, unit and horizontal axis of a panel, and the points of each model
-_Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
+Panel = tuple[str, str, str, dict[str, list[tuple[float, float]]]]
 INK, _FAINT = "#333333", "#dddddd"
 
 
-def plot_training(history: list[dict[str, Any]], path: str | Path, logs: Sequence[dict[str, Any]] = ()) -> None:
+def plot_training(logs: Sequence[dict[str, Any]], path: str | Path, panels: Sequence[Panel] = ()) -> None:
     """
-    Draws a training run: expected reward and exact log P(bad), if they are known, and the main metrics that were
-    logged.
+    Draws a training run: the main metrics that were logged.
 
     Args:
-        history (`list[dict]`):
-            The `history` of a [`~trl_repulse.evaluation.tracking.TrackingCallback`], or that of a results file.
+        logs (`Sequence[dict]`): `trainer.state.log_history`.
         path (`str` or `Path`): File to write. Its suffix is the format; its folder is created.
-        logs (`Sequence[dict]`, *optional*): `trainer.state.log_history`.
+        panels (`Sequence`, *optional*): Further panels, before those of the metrics.
 
     Raises:
         `ValueError`: If there is nothing to draw.
     """
-    panels = [*_exact_panels(history), *logged_panels(logs)]
+    panels = [*panels, *logged_panels(logs)]
     if not panels:
-        raise ValueError("There is nothing to draw; log at least once, or evaluate exactly.")
+        raise ValueError("There is nothing to draw; log at least once.")
     figure, places = draw_panels(panels)
     for place, (*_, series) in zip(places, panels, strict=True):
         if len(series) > 1:
@@ -58,7 +55,7 @@ def plot_training(history: list[dict[str, Any]], path: str | Path, logs: Sequenc
     _save(figure, path)
 
 
-def draw_panels(panels: Sequence[_Panel]) -> tuple[Figure, list[Axes]]:
+def draw_panels(panels: Sequence[Panel]) -> tuple[Figure, list[Axes]]:
     """A figure of panels, and their axes."""
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -72,46 +69,22 @@ def draw_panels(panels: Sequence[_Panel]) -> tuple[Figure, list[Axes]]:
     return figure, places[: len(panels)]
 
 
-def _exact_panels(history: list[dict[str, Any]]) -> list[_Panel]:
-    both = any(entry.get("proposal") for entry in history)
-    axis = "samples drawn (policy + proposal)" if both else "samples drawn"
-    panels = []
-    for quantity, (title, unit) in _PANELS.items():
-        if any(quantity in entry["policy"] for entry in history):
-            values = {
-                model: [(entry["samples"], (entry.get(model) or {}).get(quantity)) for entry in history]
-                for model in MODELS
-            }
-            panels.append((title, unit, axis, _finite(values)))
-    return panels
-
-
-def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[_Panel]:
+def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[Panel]:
     """Panels of logged metrics: by title and unit, the names of the metric for each model."""
     panels = []
     known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
     # The hot policy's sample size says nothing: most prompts with a bad sample have one
     left_out = "negative/ess" if any("negative/p_bad" in entry for entry in logs) else None
     for (title, unit), models in metrics.items():
-        values = {
-            model: [
-                (entry["step"], entry[name]) for entry in known for name in names if name in entry and name != left_out
-            ]
-            for model, names in models.items()
-        }
-        series = _finite(values)
+        series = {}
+        for model, names in models.items():
+            found = [(entry["step"], entry.get(name)) for entry in known for name in names if name != left_out]
+            points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+            if points:
+                series[model] = points
         if series:
             panels.append((title, unit, "policy updates", series))
     return panels
-
-
-def _finite(series: dict[str, list[tuple[float, float | None]]]) -> dict[str, list[tuple[float, float]]]:
-    """The points with a finite value, for the models that have any."""
-    known = {
-        model: [(place, value) for place, value in points if value is not None and math.isfinite(value)]
-        for model, points in series.items()
-    }
-    return {model: points for model, points in known.items() if points}
 
 
 def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
