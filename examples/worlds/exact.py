@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trl_repulse.data._checks import check_prompts
 from trl_repulse.data._texts import check_added_tokens, completion_texts, joins
 from trl_repulse.evaluation._generation import reward_of_model
 from trl_repulse.models._adapters import in_mode
@@ -161,9 +160,10 @@ class ExactEvaluator:
         self.max_completion_length = max_completion_length
         self.batch_size = batch_size
         self.device = torch.device(device)
-        check_prompts(prompts)
-        if not all(isinstance(prompt, str) for prompt in prompts):
-            raise ValueError("Exact evaluation needs plain-text prompts; evaluate conversations by sampling.")
+        if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(
+                "Exact evaluation needs a list of plain-text prompts; evaluate conversations by sampling."
+            )
         self._prompts = list(prompts)
         prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
         if not prompt_ids or not all(prompt_ids):

@@ -128,7 +128,7 @@ def test_a_folder_of_something_else_is_refused_first(command, tmp_path, capsys):
         (["--reward", '{"reward_model_path": 3}'], "`reward_model_path=3` must be text"),
         (["--reward", '{"reward_type": 3}'], "`reward_type=3` must be text"),
         (["--reward", '{"reward_type": "chat", "reward_model_path": "x", "reward_kwargs": 3}'], "`reward_kwargs` 3"),
-        (["--reward", '{"reward_type": "chat", "path": "x"}'], "name the model with `reward_model_path`"),
+        (["--reward", '{"reward_type": "chat", "path": "x"}'], "`reward_type='chat'` needs `reward_model_path`"),
         (["--reward_kwargs", '{"batch_size": "a"}'], "`reward_kwargs` has `batch_size='a'`, which is no `int`"),
         (["--reward_kwargs", '{"max_length": 1.5}'], "`reward_kwargs` has `max_length=1.5`"),
         (["--reward_kwargs", '{"label": [1]}'], "`reward_kwargs` has `label=[1]`"),

@@ -143,7 +143,6 @@ def test_a_file_reads_as_flags_do(folder, tmp_path):
     assert arguments.threshold == [1e-3] and arguments.reward_kwargs == {"match": "any"}
     assert (config.num_steps, config.save_responses, config.max_targets) == (7, True, None)
     assert config.filter_roundtrip == "off"
-    assert GCGRunArguments(model_name_or_path="m", table="t", threshold=0.5).threshold == [0.5]
 
 
 # The published command: flag -> name, or None for what concerns training alone

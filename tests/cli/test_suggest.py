@@ -439,9 +439,7 @@ def test_the_file_trains_an_adapter(command):
     ],
 )
 def test_mistakes_are_said_before_a_model_is_loaded(command, capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(
-        "trl_repulse.models._loading.load_with_tokenizer", lambda *args: pytest.fail("a model was loaded")
-    )
+    monkeypatch.setattr("trl_repulse.models._loading.load_model", lambda *args: pytest.fail("a model was loaded"))
     assert command(*flags) == 1
     error = capsys.readouterr().err
     *said, error = error.splitlines()

@@ -150,7 +150,7 @@ def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, 
     [
         ("prompts.jsonl", "`prompts` is the text 'prompts.jsonl'"),
         ([{"prompt": "fish"}], "rows of a data set"),
-        ({"train": ["fish"]}, "has the parts train"),
+        ({"train": ["fish"]}, "has several parts .'train'"),
     ],
 )
 def test_what_is_taken_for_prompts(tmp_path, given, message):

@@ -139,9 +139,6 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     """The reward that the arguments name, or a list of those of `--reward`."""
     from ..rewards.loading import load_reward
 
-    for arguments in (args.reward_kwargs, *(args.rewards or [])):
-        if "path" in arguments:
-            raise ValueError("A reward has `path` among its arguments; name the model with `reward_model_path`.")
     if args.rewards is None:
         return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:

@@ -123,15 +123,15 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
     the names of the `components`."""
     from accelerate.utils import broadcast_object_list
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM
 
-    from ..evaluation._generation import check_dtype, check_template_kwargs, process_state
+    from ..evaluation._generation import as_function, check_dtype, check_template_kwargs, process_state
     from ..evaluation.rare.components import Component
     from ..evaluation.rare.pilot import draw_by_pilot, policy_components
     from ..evaluation.rare.report import rare_event_report
     from ..evaluation.rare.sampling import draw, find_temperature
     from ..generation.completions import tokenize
-    from ..models._loading import check_same_tokens, load_model, load_tokenizer, load_with_tokenizer
+    from ..models._loading import check_same_tokens, load_model, load_tokenizer
     from ..rewards.loading import load_reward
 
     check_dtype(args.dtype)
@@ -145,11 +145,8 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     others += [("proposal", name) for name in args.proposal]
     for part, name in others:
         check_same_tokens(name, f"The {part} `{name}`", tokenizer, args.trust_remote_code)
-    reward: Any = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
-    reward_tokenizer = None
-    if isinstance(reward, str):
-        classifier = AutoModelForSequenceClassification, reward, "reward model", device
-        reward, reward_tokenizer = load_with_tokenizer(*classifier, num_labels=1, **code)
+    loaded = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
+    reward = as_function(loaded, None, device, template, args.trust_remote_code)[1]
     policy, *models = (
         load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
         for part, name in (("policy", args.policy), *others)
@@ -164,7 +161,6 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
             found = [find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **shared)]
             broadcast_object_list(found)  # devices of two kinds may round otherwise
             components[f"{name} at temperature {found[0]:.3g}"] = Component(model, temperature=found[0])
-    shared["reward_tokenizer"] = reward_tokenizer
     if args.num_proposal_samples is None:
         components |= policy_components(policy, reference)
         draws, names = draw_by_pilot(

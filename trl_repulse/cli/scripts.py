@@ -92,7 +92,7 @@ def estimate_unseen(
 ) -> dict[str, float]:
     """P(bad) of a policy, which is loaded with `options`, as metrics, with the ends of its interval. All processes must call it."""
     args = trainer.args
-    reward = getattr(trainer.reward_funcs[0], "unchecked", trainer.reward_funcs[0])
+    reward = trainer.reward_funcs[0]
     if isinstance(reward, nn.Module):
         reward = trainer.accelerator.unwrap_model(reward)
     policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)

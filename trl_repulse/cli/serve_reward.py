@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if args.reward_type is None:
         raise ValueError("`--reward_type` is needed; give a kind of reward, or `path/to/file.py:function`.")
     labels = {"label_column": "labels"} if ".py:" in args.reward_type else {}
-    reward = loading.load_reward(args.reward_type, args.reward_model_path, **labels, **args.reward_kwargs)
+    reward = loading.load_reward(args.reward_type, args.reward_model_path, **labels | args.reward_kwargs)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = RewardServer(reward, args.host, args.port, args.token_variable)
     with server, contextlib.suppress(KeyboardInterrupt):

@@ -75,7 +75,7 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     from ..data._prompts import check_template_variables
     from ..data.loading import drop_long_prompts
     from ..evaluation._generation import as_function, check_dtype, check_template_kwargs, process_state
-    from ..models._loading import load_with_tokenizer
+    from ..models._loading import load_model, load_tokenizer
     from ..models._model_checks import check_causal
     from ..rewards.loading import load_reward
     from ._suggest_measure import measure, measure_updates
@@ -88,8 +88,9 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     check_template_variables(args.chat_template_kwargs)  # also `tools`, which the trainer takes by itself
     check_template_kwargs(prompts[:1]["prompt"], args.chat_template_kwargs)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
-    device, options = process_state().device, {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    model, tokenizer = load_with_tokenizer(AutoModelForCausalLM, args.model, "model", device, **options)
+    device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.model, "model", **code)
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(device)
     check_causal(model, "`model`")
     if args.max_prompt_length is not None:
         prompts = drop_long_prompts(prompts, tokenizer, args.max_prompt_length, args.chat_template_kwargs)

@@ -3,7 +3,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,34 +113,23 @@ class CheckedRows:
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
-    """A data set of prompts. Refuses what [`check_prompts`] and [`check_dataset`] refuse."""
-    if isinstance(prompts, Iterator):
-        prompts = list(prompts)
-    check_prompts(prompts)
-    if not isinstance(prompts, Dataset):
-        prompts = from_columns({"prompt": list(prompts)})
-    check_dataset(prompts, "prompts")
-    _check_conversations(prompts, "prompts")
-    return prompts
-
-
-def check_prompts(prompts: Dataset | Sequence[Any]) -> None:
-    """Refuses a single text, several splits, rows of a data set, and what is neither text nor messages."""
+    """A data set of prompts. Refuses a single text, rows of a data set, what is neither text nor messages, and what [`check_dataset`]
+    refuses."""
     if isinstance(prompts, str | Path):
         raise ValueError(
             f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
         )
-    if isinstance(prompts, Mapping):
-        raise ValueError(
-            f"`prompts` has the parts {', '.join(map(str, prompts))[:60]}; pass one of them, such as a split."
-        )
-    if isinstance(prompts, Dataset):
-        return
-    if any(isinstance(prompt, Mapping) for prompt in prompts):
-        raise ValueError(
-            "`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them, or their prompts alone."
-        )
-    check_conversations(prompts, "`prompts`")
+    if not isinstance(prompts, Dataset | Mapping):
+        prompts = prompts if isinstance(prompts, IterableDataset) else list(prompts)
+        if any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise ValueError(
+                "`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them, or their prompts alone."
+            )
+        check_conversations(prompts, "`prompts`")  # before Arrow, whose errors name no row
+        prompts = from_columns({"prompt": prompts})
+    check_dataset(prompts, "prompts")
+    _check_conversations(prompts, "prompts")
+    return prompts
 
 
 def check_dataset_size(rows: int, prompts_per_batch: int) -> None:

@@ -105,8 +105,10 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     TRL (1.16) takes NaN for `None`: a division by zero would silently leave samples out, or count as 0 beside other functions. This one
     returns a list of numbers and `None`, and raises `ValueError` for anything else; an error of the function itself gets a note with the
-    name. Each call gets lists of its own.
+    name. Each call gets lists of its own. A function that has the checks is returned as it is.
     """
+    if getattr(function, "unchecked", None) is not None:
+        return function
     where = f"The reward function '{name}'"
 
     def checked_at_once(completions: list[Any], **columns: Any) -> list[float | None]:

@@ -185,7 +185,6 @@ def draw_completions(
     ):
         if isinstance(reward, nn.Module):
             reward = accelerator.unwrap_model(reward)  # from DeepSpeed's engine
-        reward = getattr(reward, "unchecked", reward)  # `as_function` adds the checks again
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
         functions[name] = partial(function, **given)
     loop = getattr(trainer, "async_loop", None)  # the client of an asynchronous reward belongs to it

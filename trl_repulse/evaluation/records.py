@@ -129,9 +129,7 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     names = {*one, *other} - {"hash", "settings.revision", "prompts.name", *labels, *ignored}
     for name in sorted(names, key=lambda name: (name != "settings.dtype", name)):  # on which the weights depend
         in_both = name in one and name in other
-        if name.startswith("settings.chat_template_kwargs") or (
-            name.endswith((".rendering", ".dtype")) and not in_both
-        ):
+        if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
             continue  # a template with a fixed date has no rendering
         if not in_both or one[name] != other[name]:
             return name

@@ -204,23 +204,17 @@ def estimates(
             wider = over_seeds(estimate, is_bad(values, threshold).astype(np.float64))
             low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
-        found[f"P(r < {_short_text(threshold)})"] = estimate
+        found[f"P(r < {threshold:.15g})"] = estimate
     for level in quantiles:
-        found[f"quantile {_short_text(level)}"] = tails.quantile(pooled, level, confidence)
+        found[f"quantile {level:.15g}"] = tails.quantile(pooled, level, confidence)
     for level in levels:
         estimate = tails.cvar(pooled, level, confidence)
         if math.isfinite(estimate.low):
             estimate = over_seeds(estimate, tails.tail_influence(values, level))
-        found[f"CVaR {_short_text(level)}"] = estimate
+        found[f"CVaR {level:.15g}"] = estimate
     for name, array in (others or {}).items():
         found[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
     return found
-
-
-def _short_text(number: float) -> str:
-    """A short text, different for different numbers."""
-    short = f"{number:g}"
-    return short if float(short) == number else repr(float(number))
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:

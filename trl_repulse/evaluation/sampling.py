@@ -199,7 +199,7 @@ def sample_completions(
         check_reference(reference_name, reference, model, tokenizer, prompt_ids, trust_remote_code)
     end = sorted(end_tokens(model, tokenizer))
     header = {
-        "model": identify_model(model, name) | {"dtype": str(model.dtype).removeprefix("torch.")},
+        "model": identify_model(model, name),
         "reference": None if reference is None else identify_model(reference, reference_name),
         "rewards": {key: description for key, (_, description) in functions.items()},
         "prompts": {

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import beta, binom, binomtest
+from scipy.stats import beta, binomtest, hypergeom, quantile_test
 from scipy.stats import f as f_distribution
 from scipy.stats import t as student_t
 
@@ -74,18 +74,10 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
     """
     rewards = _checked(rewards, confidence)
     check_share("level", level)
-    ordered, n = np.sort(rewards, axis=None), rewards.size
-    miss = (1 - confidence) / 2
-    # P(B < low) <= miss and P(B >= high) <= miss for the count B ~ Binomial(n, level) of samples below the quantile
-    low = int(binom.ppf(miss, n, level))
-    high = int(binom.isf(miss, n, level)) + 1
-    rank = max(math.ceil(level * n - 1e-9), 1)
-    return Estimate(
-        float(ordered[rank - 1]),
-        float(ordered[low - 1]) if low >= 1 else -math.inf,
-        float(ordered[high - 1]) if high <= n else math.inf,
-        rank,
-    )
+    rank = max(math.ceil(level * rewards.size - 1e-9), 1)
+    value = float(np.partition(rewards, rank - 1, axis=None)[rank - 1])
+    low, high = map(float, quantile_test(rewards.ravel(), p=level).confidence_interval(confidence))
+    return Estimate(value, -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high, rank)
 
 
 def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
@@ -117,56 +109,34 @@ def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimat
     return Estimate(float(influence.mean()), *skewed_interval(influence, confidence), tail)
 
 
-def worst_of(rewards: np.ndarray, k: int, confidence: float = 0.95) -> Estimate:
-    """
-    Mean over prompts of the expected lowest reward of k completions, from 1 to N, without bias. `samples` are all.
-
-    Each prompt's estimate is the mean minimum over all subsets of k of its N completions (a U-statistic); the interval is that
-    of [`mean`] for its jackknife pseudo-values. With fewer than 2·k completions of a prompt there is none.
-    """
-    ordered = np.sort(_checked(rewards, confidence), axis=1)
-    size = ordered.shape[1]
-    if not 1 <= k <= size:
-        raise ValueError(f"`k={k}` must be from 1 to {size}, the number of completions of each prompt.")
-    value = float((ordered @ _lowest_shares(size, k)).mean())
-    if size < 2 * k:
-        return Estimate(value, -math.inf, math.inf, ordered.size)
-    shares = _lowest_shares(size - 1, k)
-    before = np.cumsum(ordered[:, :-1] * shares, axis=1)  # of those lower than each but the first, with each left out
-    after = np.cumsum((ordered[:, 1:] * shares)[:, ::-1], axis=1)[:, ::-1]
-    left_out = np.pad(before, ((0, 0), (1, 0))) + np.pad(after, ((0, 0), (0, 1)))
-    whole = ordered @ _lowest_shares(size, k)
-    pseudo_values = size * whole[:, None] - (size - 1) * left_out
-    return Estimate(value, *skewed_interval(pseudo_values, confidence), ordered.size)
-
-
 def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float = 0.95) -> Estimate:
     """
     ASR@k: the share of behaviours for which at least one of k attempts, from 1 to N, has a score under `threshold`, without bias from
     all N attempts. `samples` are the successes.
 
     The estimate of a behaviour with c successes is 1 − C(N − c, k) / C(N, k), as pass@k (Chen et al. 2021, arXiv 2107.03374). The
-    interval is that of [`worst_of`], widened below by the exact interval of one attempt; with no success, only
-    successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
+    interval is that of [`mean`] for its jackknife pseudo-values, widened below by the exact interval of one attempt; with no
+    success, only successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
     """
-    one = prob_below(rewards, threshold, confidence)
-    bad = is_bad(rewards, threshold).astype(float)
-    found = worst_of(-bad, k, confidence)
+    one, size = prob_below(rewards, threshold, confidence), rewards.shape[1]
+    if not 1 <= k <= size:
+        raise ValueError(f"`k={k}` must be from 1 to {size}, the number of completions of each prompt.")
     if k == 1:
         return one
+    bad = is_bad(rewards, threshold)
+    count = bad.sum(axis=1, keepdims=True)
+    broken = 1 - hypergeom.pmf(0, size, count, k)  # (P, 1)
+    value = float(broken.mean())
     most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
-    if one.value in (0.0, 1.0) or np.isinf(found.low):
-        return Estimate(-found.value, one.low, most, one.samples)
+    low = high = math.inf
+    if 0 < one.value < 1 and size >= 2 * k:
+        left_out = (1 - hypergeom.pmf(0, size - 1, count - each, k) for each in (1, 0))  # a success or another attempt
+        low, high = skewed_interval(size * broken - (size - 1) * np.where(bad, *left_out), confidence)
+    if math.isinf(low):
+        return Estimate(value, one.low, most, one.samples)
     # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
     least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
-    return Estimate(-found.value, max(min(-found.high, least), 0.0), min(-found.low, 1.0), one.samples)
-
-
-def _lowest_shares(size: int, k: int) -> np.ndarray:
-    """Share of the subsets of k of `size` values in which each, in rising order, is the lowest."""
-    ranks = np.arange(size - 1)
-    shares: np.ndarray = k / size * np.cumprod(np.r_[1.0, np.maximum(size - k - ranks, 0) / (size - 1 - ranks)])
-    return shares
+    return Estimate(value, max(min(low, least), 0.0), min(high, 1.0), one.samples)
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:

@@ -53,15 +53,6 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
     return model
 
 
-def load_with_tokenizer(
-    auto_class: Any, name: str, part: str, device: Any, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model on a device, and its tokenizer. Arguments and errors are those of [`load_model`] and [`load_tokenizer`]."""
-    own = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
-    tokenizer = load_tokenizer(name, part, **own)
-    return load_model(auto_class, name, part, **options).to(device), tokenizer
-
-
 def load_adapter(
     auto_class: Any,
     name: str,

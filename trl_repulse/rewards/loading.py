@@ -22,7 +22,7 @@ REWARD_TYPES: dict[str, type] = {
 }
 
 
-def load_reward(reward_type: str | None, path: str | None = None, **kwargs: Any) -> str | Callable[..., list]:
+def load_reward(reward_type: str | None, path: str | None = None, /, **kwargs: Any) -> str | Callable[..., list]:
     """
     Loads a reward by type and path.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jinja2
 import torch
 from accelerate.state import PartialState, is_initialized
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel
 
 from ..configs._checks import check_choices, require, require_at_least
@@ -136,16 +137,12 @@ class ModelReward(ABC):
 
     def _pad(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """The model's inputs, each of shape (B, S), on its device."""
-        width = max(len(row["input_ids"]) for row in rows)
-        batch = {}
+        padded = {}
         for key in rows[0]:
             value = self._pad_token_id(rows) if key == "input_ids" else 0
-            padded = torch.full((len(rows), width), value)
-            for target, row in zip(padded, rows, strict=True):
-                span = slice(len(row[key])) if self._padding_side == "right" else slice(width - len(row[key]), width)
-                target[span] = torch.tensor(row[key])
-            batch[key] = padded.to(self._module.device)
-        return batch
+            tensors = [torch.tensor(row[key]) for row in rows]
+            padded[key] = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=self._padding_side)
+        return {key: ids.to(self._module.device) for key, ids in padded.items()}
 
     def _pad_token_id(self, rows: list[Row]) -> int:
         """The padding token of model or tokenizer, else a token that ends no row: classifiers read the last token that

@@ -165,8 +165,6 @@ class GCGRunArguments:
         from .._generation import check_dtype
 
         check_dtype(self.dtype)
-        if isinstance(self.threshold, int | float):
-            self.threshold = [float(self.threshold)]
         parse_objects(self, "reward_kwargs")
         if not re.fullmatch(r"\d+/\d+", self.shard):
             raise ValueError(f"`shard={self.shard!r}` must be written as i/n, e.g. 1/4.")

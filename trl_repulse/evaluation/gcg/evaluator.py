@@ -121,7 +121,7 @@ def evaluate_gcg(
     header = make_header(model, tokenizer, table, judge, config)
     attack = GCG(model, tokenizer, config)
     (name,) = header["rewards"]
-    named = {name: with_checks(getattr(judge, "unchecked", judge), name)}
+    named = {name: with_checks(judge, name)}
     engine = transformers_engine(model, tokenizer, config.max_new_tokens, config.num_samples)
     with state.main_process_first():
         begun = open_folder(folder, header, KIND)
