@@ -6,6 +6,7 @@ completions over a tiny vocabulary, and log P(bad) of bad tokens over one of any
 """
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +183,7 @@ class _PeriodicTracking(TrackingCallback):
         cut_apart = self.trainer.is_fsdp_enabled or is_partitioned(self.trainer.model)
         if not self.trainer.is_world_process_zero() and not cut_apart:
             return
-        self._pause()
+        self._seconds, self._since = self.seconds, None  # the clock stands still
         entry = {
             "update": self.updates,
             "samples": self.samples,
@@ -191,7 +192,7 @@ class _PeriodicTracking(TrackingCallback):
             "proposal": None if self._proposal is None else self._evaluate(self._proposal.module),
         }
         self.history.append(entry)
-        self._resume()
+        self._since = time.perf_counter()
 
     def _evaluate(self, model: PreTrainedModel) -> dict[str, float | None]:
         """Any of `"expected_reward"`, `"log_prob_bad"` and `"kl"` of one model."""

@@ -163,7 +163,7 @@ def test_contradictory_labels(tmp_path, capsys):
         (["new.csv", "--draw", "40", "--threshold", "-5"], "the judge never fires here; raise `--threshold`"),
         (["new.csv", "--draw", "3", "--threshold", "-1"], "must be at least 4"),
         (["new.csv", "--draw", "40"], "`--threshold` is needed"),
-        (["new.txt", "--draw", "40", "--threshold", "-1"], "must end with .csv"),
+        (["new.txt", "--draw", "40", "--threshold", "-1"], "names no format; end it with .csv"),
         (["new.csv", "--draw", "40", "--threshold", "-1", "--column", "kl"], "no column of numbers `kl`"),
         (["labels.csv", "--draw", "40", "--threshold", "-1"], "exists, and may hold labels"),
         (["new.csv"], "There is no file `"),

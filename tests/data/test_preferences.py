@@ -114,7 +114,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     rows = [{"prompt": "a", "completion": "b", "reward": 1.0}, {"prompt": "a", "completion": "c", "reward": -9.0}]
     path = write(tmp_path / "rows.jsonl", rows)
     for output, threshold, message in (
-        (tmp_path / "out.csv", "-4", "must end with .jsonl or .parquet"),
+        (tmp_path / "out.csv", "-4", "names no format; end it with .jsonl, .parquet"),
         (path, "-4", "is one of the sources"),
         (tmp_path / "out.jsonl", "-20", "No prompt has both"),
     ):

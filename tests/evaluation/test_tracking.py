@@ -8,7 +8,7 @@ import torch
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.worlds import two_tokens
+from examples.worlds import exact_tracking, two_tokens
 from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import BadTokenTrackingCallback, ExactTrackingCallback
 from trl_repulse import ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSeTrainer
@@ -138,7 +138,8 @@ def test_evaluation_is_not_on_the_clock(tmp_path, evaluator, monkeypatch):
     def moves(seconds, function=lambda *_: None):
         return lambda *args: now.__setitem__(0, now[0] + seconds) or function(*args)
 
-    monkeypatch.setattr(tracking_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (tracking_module, exact_tracking):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(evaluator, "evaluate", moves(100.0, evaluate))
     trainer = make_trainer(tmp_path, repulse=False, max_steps=2)
     monkeypatch.setattr(trainer, "training_step", moves(1.0, trainer.training_step))

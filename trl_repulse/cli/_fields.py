@@ -312,7 +312,7 @@ SYNONYMS = (
     ("dataset_name", "prompts"),
     ("dataset_train_split", "split"),
     ("bad_reward_threshold", "threshold", "thresholds"),
-    ("cvar_level", "level", "levels"),
+    ("level", "levels"),
     ("output", "json"),
 )
 # What other commands take of a training command's file

@@ -345,7 +345,7 @@ def plan(
 def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
     """Notes what evaluation fits, of `count` completions of the policy before and after training, and what it can show."""
     rewards = measured.rewards[np.isfinite(measured.rewards)]
-    p = float((rewards < found.values["bad_reward_threshold"]).mean())
+    p = float(is_bad(rewards, found.values["bad_reward_threshold"]).mean())
     each = max(1, count // measured.num_prompts)
     found.notes["evaluation"] = (
         f"{count:,} completions before training and {count:,} after it: `trl-repulse evaluate`, with this file as `--config`, another "

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     if args.draw is not None:
-        check_output(args.labels, "LABELS")
+        check_output(args.labels, "LABELS", (".csv",))
     scored = read_scored(args.samples, args.column)
     if args.draw is not None:
         counts = draw_labels(args.labels, scored, args.threshold, args.draw, args.seed)
@@ -69,8 +69,6 @@ def _check(args: argparse.Namespace) -> None:
     needed = args.draw is not None or args.sensitivity is not None
     if needed and args.threshold is None:
         raise ValueError("`--threshold` is needed; give the reward under which the judge calls a completion bad.")
-    if args.draw is not None and args.labels.suffix != ".csv":
-        raise ValueError(f"`{args.labels}` must end with .csv, which is what is written.")
 
 
 def format_audit(audit: Any, confidence: float) -> str:

@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from .. import embedded
 from ..trainers import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from ._fields import read_yaml, split_config
-from .arguments import ARGUMENTS, PPOScriptArguments, of_the_method, parse
+from .arguments import ARGUMENTS, of_the_method, parse
 from .scripts import run
 
 
@@ -38,8 +38,6 @@ def train(
     unused = [] if path is None else sorted(negative & read_yaml(path).keys())
     if unused and args.should_log:
         logger.warning(f"`{command}` has no negative term, and does not use `{'`, `'.join(unused)}` of `{path}`.")
-    if isinstance(script_args, PPOScriptArguments):
-        options["value_model"] = script_args.value_model_path
     run(_TRAINERS[command], script_args, args, model_args, _title(command, args), **options)
 
 

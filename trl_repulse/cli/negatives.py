@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from ._fields import check_output
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
@@ -31,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the rows, prints how many there are and returns 0."""
     from ..evaluation.preferences import preference_rows, read_rewarded, unpaired_rows, write_rows
 
-    if args.output.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"`{args.output}` must end with .jsonl or .parquet, which says what is written.")
+    check_output(args.output, "OUTPUT", (".jsonl", ".parquet"))
     if args.output.resolve() in [source.resolve() for source in args.sources]:
         raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
     completions = [each for source in args.sources for each in read_rewarded(source)]

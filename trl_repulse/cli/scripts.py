@@ -33,7 +33,7 @@ from ..models._loading import load_model
 from ..rewards.loading import load_reward
 from ..trainers.base_trainer import BaseTrainer
 from ._fields import keep_writing
-from .arguments import TrainingScriptArguments
+from .arguments import PPOScriptArguments, TrainingScriptArguments
 
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,6 @@ def run(
     model_args: ModelConfig,
     method: str,
     make_tracking: Callable[..., TrackingCallback] | None = None,
-    **kwargs: Any,
 ) -> None:
     """
     Trains, saves and reports: prints a table, and writes `results.json`, a figure, and a table of completions from before and
@@ -134,8 +133,6 @@ def run(
             Name of the method in the report.
         make_tracking (`Callable`, *optional*):
             Makes the callback that follows the run, of the trainer, `script_args` and the prompts. If unset, [`TrackingCallback`].
-        kwargs:
-            Further arguments of the trainer. `reward_funcs` replaces the reward that `script_args` names.
     """
     is_embedded = model_args.model_name_or_path is None
     name, model_name = script_args.dataset_name, model_args.model_name_or_path or embedded.policy_path()
@@ -150,17 +147,18 @@ def run(
     prompts = dataset
     if isinstance(dataset, Dataset):  # an update on several devices may need more prompts than there are
         dataset = dataset.repeat(-(-args.generation_batch_size // args.num_generations // len(dataset)))
-    if "reward_funcs" not in kwargs:
-        kwargs["reward_funcs"] = make_reward(script_args)
-    check_loadable(args, None, model=model_name, reward_funcs=kwargs["reward_funcs"])
+    reward = load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
+    check_loadable(args, None, model=model_name, reward_funcs=reward)
+    critic = {"value_model": script_args.value_model_path} if isinstance(script_args, PPOScriptArguments) else {}
     trainer = trainer_cls(
         model=model_name,
+        reward_funcs=reward,
         args=args,
         train_dataset=dataset,
         eval_dataset=held_out,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        **kwargs,
+        **critic,
     )
     tracking = make_tracking(trainer, script_args, prompts) if make_tracking else TrackingCallback(trainer)
     trainer.add_callback(tracking)
@@ -246,11 +244,6 @@ def _print_log(args: Any, state: Any, control: Any, logs: dict[str, Any] | None 
     line = format_logs(logs or {}, state.global_step, state.max_steps)
     if state.is_world_process_zero and line:
         tqdm.write(line)  # above a progress bar, if there is one
-
-
-def make_reward(script_args: TrainingScriptArguments) -> str | Callable[..., list]:
-    """Loads the reward that the arguments name, by [`~trl_repulse.rewards.loading.load_reward`]."""
-    return load_reward(script_args.reward_type, script_args.reward_model_path, **(script_args.reward_kwargs or {}))
 
 
 def report(

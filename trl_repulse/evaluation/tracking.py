@@ -20,15 +20,15 @@ class TrackingCallback(TrainerCallback):
     Attributes:
         samples (`int`): Completions drawn so far for training, from policy and proposal, by all processes.
         updates (`int`): Updates of the policy so far, including those before the checkpoint of a resumed run.
-        seconds (`float`): Training time so far, without the time spent in this callback.
+        seconds (`float`): Training time so far.
     """
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
         self.trainer = trainer
         self.updates = 0
         self._micro_batches = 0
-        self._seconds = 0.0
-        self._since: float | None = None  # start of the current stretch; `None` while paused
+        self._seconds = 0.0  # of the stretches that are over
+        self._since: float | None = None  # start of the current one
 
     @property
     def samples(self) -> int:
@@ -45,16 +45,9 @@ class TrackingCallback(TrainerCallback):
     def seconds(self) -> float:
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
-    def _pause(self) -> None:
-        self._seconds, self._since = self.seconds, None
-
-    def _resume(self) -> None:
-        self._since = time.perf_counter()
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.updates = state.global_step
-        self._micro_batches, self._seconds = 0, 0.0
-        self._resume()
+        self._micro_batches, self._seconds, self._since = 0, 0.0, time.perf_counter()
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._micro_batches += 1
@@ -64,7 +57,7 @@ class TrackingCallback(TrainerCallback):
         self.updates = state.global_step
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        self._pause()
+        self._seconds, self._since = self.seconds, None
 
     def results(self) -> dict[str, Any]:
         """What `results.json` says of the run."""
