@@ -59,9 +59,7 @@ def test_evaluate_command_takes_several_rewards(command, tmp_path, capsys):
         "def length(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
     )
     rewards = {"reward_type": f"{tmp_path / 'mine.py'}:reward"}, {"reward_type": f"{tmp_path / 'second.py'}:length"}
-    given = [
-        word for each in (rewards[0], rewards[1] | {"reward_kwargs": {}}) for word in ("--reward", json.dumps(each))
-    ]
+    given = [word for each in rewards for word in ("--reward", json.dumps(each))]
     assert command("--num_samples", "50", "--reward_weights", "1", "0.5", reward=given) == 0
     table = load_samples(tmp_path / "s").table.to_pandas()
     assert (table["rewards/length"] == table["completion"].str.len()).all()
@@ -127,7 +125,10 @@ def test_a_folder_of_something_else_is_refused_first(command, tmp_path, capsys):
     [
         (["--reward", '{"reward_model_path": 3}'], "`reward_model_path=3` must be text"),
         (["--reward", '{"reward_type": 3}'], "`reward_type=3` must be text"),
-        (["--reward", '{"reward_type": "chat", "reward_model_path": "x", "reward_kwargs": 3}'], "`reward_kwargs` 3"),
+        (
+            ["--reward", '{"reward_type": "chat", "reward_model_path": "x", "reward_kwargs": 3}'],
+            "`reward_kwargs` has `reward_kwargs`",
+        ),
         (["--reward", '{"reward_type": "chat", "path": "x"}'], "`reward_type='chat'` needs `reward_model_path`"),
         (["--reward_kwargs", '{"batch_size": "a"}'], "`reward_kwargs` has `batch_size='a'`, which is no `int`"),
         (["--reward_kwargs", '{"max_length": 1.5}'], "`reward_kwargs` has `max_length=1.5`"),

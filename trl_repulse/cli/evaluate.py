@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         type=parse_object,
         action="append",
-        help="in place of the three above, and once for each of several rewards: all three and further arguments in one, "
+        help="in place of the three above, and once for each of several rewards: type, path and further arguments in one, "
         """such as '{"reward_type": "toxicity", "reward_model_path": "my/model", "max_length": 300}'""",
     )
     sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
@@ -127,8 +127,6 @@ def _sample(args: argparse.Namespace) -> None:
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
     given = {name: value for name, value in vars(args).items() if name in SETTINGS}
-    if "reward_weights" in given:
-        given["reward_weights"] = tuple(given["reward_weights"])
     settings = SamplingSettings(**given)
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     options = {name: getattr(args, name) for name in ("reference", "engine_kwargs", "trust_remote_code")}
@@ -143,15 +141,11 @@ def _load_rewards(args: argparse.Namespace) -> Any:
         return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
         raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
-    loaded = []
-    for each in args.rewards:
-        more = dict(each)
-        named = [more.pop(name, None) for name in ("reward_type", "reward_model_path")]
-        nested = more.pop("reward_kwargs", {})
-        if not isinstance(nested, dict) or set(nested) & set(more):
-            raise ValueError(f"`--reward` has `reward_kwargs` {nested!r}; give an object with arguments named once.")
-        loaded.append(load_reward(*named, **more, **nested))
-    return loaded
+    named = ("reward_type", "reward_model_path")
+    return [
+        load_reward(*map(each.get, named), **{name: it for name, it in each.items() if name not in named})
+        for each in args.rewards
+    ]
 
 
 def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
