@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
+from trl_repulse.data._checks import check_rewards
 from trl_repulse.engine.reward_functions import with_checks
 
 from ..conftest import USE_CPU, same_parameters
@@ -179,7 +180,7 @@ KINDS = pytest.mark.parametrize("kind", [lambda function: function, awaited], id
         ),
         ([1.0] * 15 + [torch.tensor(math.nan)], r"returned tensor\(nan\) for completion 15 of 16"),
         ([[1.0, 2.0]] * 16, r"returned \[1.0, 2.0\] for completion 0 of 16"),
-        ([1e39] * 16, "returned inf for a completion"),  # more than single precision holds
+        ([1e39] * 16, r"returned 1e\+39 for completion 0 of 16"),  # more than single precision holds
         ([1.0] * 15, "returned 15 rewards for 16 completions; return one for each"),
         (None, "returned None; it must return a list"),
     ],
@@ -192,6 +193,13 @@ def test_what_is_no_reward_is_an_error_that_names_the_function(make, result, mes
 
     with pytest.raises(ValueError, match=f"^The reward function 'faulty' {message}"):
         make(reward_funcs=[words, kind(faulty)]).train()
+
+
+def test_a_models_reward_must_be_finite():
+    rewards = torch.tensor([[math.nan, 1.0], [0.0, math.inf]])
+    check_rewards(rewards, ["a", "b"], [False, False])  # NaN of a function is its `None`
+    with pytest.raises(ValueError, match="^The reward model 'b' returned inf for a completion; check its weights"):
+        check_rewards(rewards, ["a", "b"], [False, True])
 
 
 def test_what_counts_as_a_number():

@@ -256,18 +256,14 @@ def check_prompt_lengths(
 
 
 def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: list[bool]) -> None:
-    """Refuses infinite rewards, and NaN from a reward model. From a function NaN means `None`: the sample is excluded.
-    `rewards_per_func` has shape (B, F), one column for each of F reward functions."""
-    models = torch.tensor(are_models, device=rewards_per_func.device)
-    refused = rewards_per_func.isinf() | (rewards_per_func.isnan() & models)
+    """Refuses rewards of models that are not finite. Those of functions have been checked, and NaN stands for `None`. `rewards_per_func`
+    has shape (B, F), one column for each of F reward functions."""
+    refused = ~rewards_per_func.isfinite() & torch.tensor(are_models, device=rewards_per_func.device)
     if refused.any():
         row, column = refused.nonzero()[0].tolist()
-        remedy = "return `None` to exclude a sample, or clamp the reward"
-        if are_models[column]:
-            remedy = "check its weights and precision"
+        value = rewards_per_func[row, column].item()
         raise ValueError(
-            f"The reward function '{names[column]}' returned {rewards_per_func[row, column].item()} for a completion; "
-            f"rewards must be finite: {remedy}."
+            f"The reward model '{names[column]}' returned {value} for a completion; check its weights and precision."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 
 Messages = list[dict[str, Any]]
+_LARGEST = 3.4e38  # in single precision
 
 
 def message_text(message: dict[str, Any]) -> str:
@@ -83,7 +84,7 @@ def as_number(value: Any) -> float | None:
 
 def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
     """The numbers and `None` that a reward function returned. Raises `ValueError` about `where` if they are not one a
-    completion, or not finite."""
+    completion, or not finite in single precision, in which TRL keeps them."""
     # A zero-dimensional array is an `Iterable` that cannot be iterated
     is_list = isinstance(result, Iterable) and getattr(result, "shape", None) != ()
     if not is_list or isinstance(result, str | bytes | dict):
@@ -91,7 +92,7 @@ def read_rewards(result: Any, where: str, count: int) -> list[float | None]:
     values = list(result)
     rewards = [as_number(value) for value in values]
     for i, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
+        if reward is not None and not abs(reward) <= _LARGEST:
             raise ValueError(
                 f"{where} returned {values[i]!r:.60} for completion {i} of {count}; return a finite number, or `None` to "
                 "exclude the sample."
