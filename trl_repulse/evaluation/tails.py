@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import beta, binomtest, hypergeom, quantile_test
+from scipy.stats import beta, hypergeom, quantile_test
 from scipy.stats import f as f_distribution
 from scipy.stats import t as student_t
 
@@ -59,8 +59,7 @@ def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) 
     if math.isnan(threshold):
         raise ValueError("`threshold` is NaN; give a reward.")
     count = int(is_bad(rewards, threshold).sum())
-    interval = binomtest(count, rewards.size).proportion_ci(confidence, "exact")
-    return Estimate(count / rewards.size, float(interval.low), float(interval.high), count)
+    return Estimate(count / rewards.size, *clopper_pearson(count, rewards.size - count, confidence), count)
 
 
 def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
