@@ -82,36 +82,6 @@ def load_data(
     return train, held_out
 
 
-def estimate_unseen(
-    trainer: Trainer,
-    script_args: TrainingScriptArguments,
-    prompts: Dataset,
-    threshold: float,
-    model: str,
-    **options: Any,
-) -> dict[str, float]:
-    """P(bad) of a policy, which is loaded with `options`, as metrics, with the ends of its interval. All processes must call it."""
-    args = trainer.args
-    reward = trainer.reward_funcs[0]
-    if isinstance(reward, nn.Module):
-        reward = trainer.accelerator.unwrap_model(reward)
-    policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)
-    found = estimate_prob_bad(
-        policy.to(trainer.accelerator.device),
-        trainer.processing_class,
-        prompts,
-        reward,
-        threshold,
-        trainer.max_completion_length,
-        script_args.num_final_samples,
-        reward_tokenizer=trainer.reward_processing_classes[0],
-        chat_template_kwargs=trainer.chat_template_kwargs,
-        batch_size=max(args.per_device_eval_batch_size, 64),
-        seed=args.seed,
-    )
-    return dict(zip((f"eval_{name}" for name in P_BAD), (found.value, found.low, found.high), strict=True))
-
-
 def run(
     trainer_cls: type[Trainer],
     script_args: TrainingScriptArguments,
@@ -213,16 +183,36 @@ def _checkpoint(args: Any) -> str | None:
 def _evaluate(
     trainer: Trainer, script_args: TrainingScriptArguments, held_out: Any, initial: str | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Evaluates on held-out prompts. Returns P(bad) of the policy, and of the `initial` model (if any) by its name in the report; nothing
-    without `num_final_samples` and a threshold. All processes must call it."""
+    """Evaluates on held-out prompts. Returns P(bad) of the policy, with the ends of its interval, as metrics, and that of the `initial` model
+    (if any) by its name in the report; nothing without `num_final_samples` and a threshold. All processes must call it."""
     args, threshold = trainer.args, getattr(trainer, "bad_reward_threshold", None)
     trainer.evaluate()
     if not script_args.num_final_samples or threshold is None:
         return {}, {}
-    given = (trainer, script_args, held_out, threshold)
-    unseen, others = estimate_unseen(*given, args.output_dir), {}
+    reward = trainer.reward_funcs[0]
+    if isinstance(reward, nn.Module):
+        reward = trainer.accelerator.unwrap_model(reward)
+
+    def measured(model: str, **options: Any) -> dict[str, float]:
+        policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)
+        found = estimate_prob_bad(
+            policy.to(trainer.accelerator.device),
+            trainer.processing_class,
+            held_out,
+            reward,
+            threshold,
+            trainer.max_completion_length,
+            script_args.num_final_samples,
+            reward_tokenizer=trainer.reward_processing_classes[0],
+            chat_template_kwargs=trainer.chat_template_kwargs,
+            batch_size=max(args.per_device_eval_batch_size, 64),
+            seed=args.seed,
+        )
+        return dict(zip((f"eval_{name}" for name in P_BAD), (found.value, found.low, found.high), strict=True))
+
+    unseen, others = measured(args.output_dir), {}
     if initial is not None:
-        before = estimate_unseen(*given, initial, revision=(args.model_init_kwargs or {}).get("revision"))
+        before = measured(initial, revision=(args.model_init_kwargs or {}).get("revision"))
         others = {"initial policy": before | {"kl": 0.0, "samples": 0}}
     Trainer.log(trainer, dict(unseen))  # to the trackers
     return unseen, others
@@ -257,7 +247,7 @@ def report(
     """
     Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table.
 
-    `unseen` is what [`estimate_unseen`] returned, or nothing; `others` has, by name, what is known of other policies on the same
+    `unseen` has P(bad) of the policy on held-out prompts, or nothing; `others` has, by name, what is known of other policies on the same
     held-out prompts, and `notes` are lines below the table.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
