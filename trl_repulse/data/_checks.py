@@ -1,6 +1,7 @@
 """Checks of arguments and data sets, with one message that names what is wrong and the remedy. All raise
 `ValueError`."""
 
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,6 +254,17 @@ def check_prompt_lengths(
                 f"A prompt of {len(ids)} tokens and `max_completion_length={max_completion_length}` exceed "
                 f"{name} of {context} tokens; shorten or drop the prompt that begins {str(prompt)[:60]!r}."
             )
+
+
+def fitting_prompts(
+    config: PretrainedConfig, max_completion_length: int, max_length: int | None = None
+) -> tuple[float, float]:
+    """Up to how many tokens a prompt may have, and under which number its tokens must be, for [`check_prompt_lengths`] to pass whatever else
+    is in the batch; 0 tokens where it depends on the batch."""
+    text_config = config.get_text_config()
+    lengths = (getattr(text_config, "max_position_embeddings", None), max_length)
+    context = min((length for length in lengths if length is not None), default=math.inf)
+    return 0 if _longrope(config) else context - max_completion_length, text_config.vocab_size
 
 
 def check_rewards(rewards_per_func: torch.Tensor, names: list[str], are_models: list[bool]) -> None:

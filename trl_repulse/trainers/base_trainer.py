@@ -39,6 +39,7 @@ from ..data._checks import (
     check_prompt_lengths,
     check_reward_funcs,
     check_rewards,
+    fitting_prompts,
 )
 from ..data._prompts import TEMPLATE_ERRORS, as_templates_read, render, warn_of_template
 from ..data._texts import check_added_tokens, completion_texts, joins
@@ -201,6 +202,7 @@ class BaseTrainer(GRPOTrainer):
     _drawing: Drawing
     _scoring: Scoring
     _conversation: list[dict[str, Any]] | None = None  # the latest prompt as the chat template got it
+    _fitting_prompts: tuple[float, float] = (0, 0)  # as `data._checks.fitting_prompts` gives, once a batch was checked
     _has_begun = False  # whether the negative data in the folder are this run's
     _first_batch: tuple[torch.Tensor, ...] | None = None  # what models are checked on at set-up, drawn by the policy
 
@@ -582,14 +584,20 @@ class BaseTrainer(GRPOTrainer):
             raise
         if not are_texts:
             self._conversation = prompts[0]
-        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
-        room = self.max_completion_length, self._engine_length
-        check_prompt_lengths(tokenized[0], prompts, self.model.config, *room)
-        check_added_tokens(self._tokenizer, prompts, tokenized[0])
+        lengths, room, vocabulary = [len(ids) for ids in tokenized[0]], *self._fitting_prompts
+        if not 0 < min(lengths) <= max(lengths) <= room or max(map(max, tokenized[0])) >= vocabulary:  # at first
+            self._check_prompts(prompts, tokenized[0])
+            self._fitting_prompts = fitting_prompts(self.model.config, self.max_completion_length, self._engine_length)
         for fields in tokenized[1:]:  # GPT-2 adds embeddings of token types, which scoring does not pass
             if isinstance(fields, dict):
                 fields.pop("token_type_ids", None)
         return tokenized
+
+    def _check_prompts(self, prompts: list, prompt_ids: list[list[int]]) -> None:
+        """Refuses prompts that the model cannot read with room for a completion, and warns of how they are written."""
+        warn_of_template(self.processing_class, prompts[0], self.chat_template_kwargs)
+        check_prompt_lengths(prompt_ids, prompts, self.model.config, self.max_completion_length, self._engine_length)
+        check_added_tokens(self._tokenizer, prompts, prompt_ids)
 
     @property
     def _engine_length(self) -> int | None:
