@@ -27,15 +27,16 @@ def train(
     """
     Runs a training command, such as `"repulse"`, from its flags (those of the process if `argv` is `None`) to the report at the end.
 
-    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. `arguments` are the commands' dataclasses, and `options`
-    those of [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out of range, missing, or contradict one
+    The file of `--config` may have `launcher_keys`, the launcher's arguments, too. A baseline ignores the fields of RePULSe's negative term
+    there, with a warning. `arguments` has each command's dataclasses, of script and trainer, and `options` are those of
+    [`~trl_repulse.cli.scripts.run`]. Raises a `ValueError` if arguments are unknown, out of range, missing, or contradict one
     another, and an `OSError` if a model or a file cannot be loaded.
     """
-    argv, negative = sys.argv[1:] if argv is None else argv, of_the_method(command)
-    known = {*launcher_keys, *negative}
+    argv, ignored = sys.argv[1:] if argv is None else argv, of_the_method(command)
+    known = {*launcher_keys, *ignored}
     script_args, args, model_args = parse(argv, arguments[command], embedded.settings_path(command), known)
     path, _ = split_config(argv)
-    unused = [] if path is None else sorted(negative & read_yaml(path).keys())
+    unused = [] if path is None else sorted(ignored & read_yaml(path).keys())
     if unused and args.should_log:
         logger.warning(f"`{command}` has no negative term, and does not use `{'`, `'.join(unused)}` of `{path}`.")
     run(_TRAINERS[command], script_args, args, model_args, _title(command, args), **options)

@@ -40,7 +40,7 @@ def check_reward_funcs(reward_funcs: Any) -> None:
 
 
 def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
-    """Refuses what is no data set, several splits, no rows, no `"prompt"` column, images, and columns that
+    """Refuses what is no data set, several splits, rows that are tables, no rows, no `"prompt"` column, images, and columns that
     [`check_column_names`] refuses. `None` passes."""
     if dataset is None:
         return

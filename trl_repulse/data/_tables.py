@@ -121,8 +121,9 @@ def _read_text(path: Path) -> str:
 
 
 def _looks_like_rows(text: str, place: int, columns: int) -> bool:
-    """Whether each line of a field has as many parts as a row has fields, none empty or beginning with a space. With
-    one column this would hold for any text, so it is never true there."""
+    """Whether a field, number `place` (from 0) of a row, looks like rows that two stray quotes joined: its first line has the parts from
+    `place` on, its last those up to `place`, others all `columns`, and none is empty or begins with a space. Never true of one column,
+    where it would hold for any text."""
     if columns == 1 or not _LINE_BREAK.search(text):
         return False
     lines = [line.split(",") for line in _LINE_BREAK.split(text)]
@@ -185,13 +186,13 @@ def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def from_columns(columns: dict[str, list[Any]], of: str = "the data set") -> Dataset:
-    """A data set of columns; lists and objects that Arrow would change are [`ExactJson`]. Raises a `ValueError` that names
+    """A data set of columns; columns of lists, objects or mixed numbers that Arrow would change are [`ExactJson`]. Raises a `ValueError` that names
     a column that a data set cannot hold; `of` says in the message where it comes from."""
     features = {}
     for name, values in columns.items():
         try:
             features[name] = _type_of(values)
-            if isinstance(features[name], ExactJson):
+            if isinstance(features[name], ExactJson):  # only to see whether it can be stored
                 Dataset.from_dict({name: values}, features=Features({name: features[name]}))
         except UNFIT as error:
             fault, remedy = f"mixes types ({error})", "give each column one type"

@@ -276,9 +276,8 @@ def _settings(trainer: Any) -> dict[str, Any]:
         for name, value in trainer.args.to_dict().items()
         if name in compared or not (name in shared or _FREE.fullmatch(name))
     }
-    if not (
-        settings.get("potential") == "indicator" or getattr(trainer.args, "draws_hot", False)
-    ):  # it only serves a metric
+    decides = settings.get("potential") == "indicator" or getattr(trainer.args, "draws_hot", False)
+    if not decides:  # it only serves a metric
         settings.pop("bad_reward_threshold", None)
     if not trainer.args.sync_ref_model:
         settings = {name: value for name, value in settings.items() if not name.startswith("ref_model_")}

@@ -61,29 +61,29 @@ def logged_apart(
 
 @contextlib.contextmanager
 def sampling_from(
-    trainer: Any, engine: Any, name: str, num_generations: int, sampler: Sampler = POLICY
+    trainer: Any, engine: nn.Module | AdapterView | None, name: str, num_generations: int, sampler: Sampler = POLICY
 ) -> Iterator[None]:
     """
     Lets TRL's generation and reward hooks work on another model, with its `name` before their metrics: `"proposal/..."`.
 
     `engine` is the model, wrapped as it was prepared, or an adapter of the trainer's own, which is activated; if `None`, the policy
-    samples. `num_generations` is how many completions a prompt has, and `sampler` changes the model's logits.
+    samples. `num_generations`, completions a prompt, is used by vLLM alone; `sampler` changes the model's logits.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
-    `trainer._metrics[mode]`. All are replaced inside the context. A vLLM engine gets name and sampler. Way out: arguments `model` and
+    `trainer._metrics[mode]`. All are replaced inside the context. With vLLM the engine gets name, number and
+    sampler, and the temperature stays. Way out: arguments `model` and
     `logits_processor` on TRL's generation hook.
     """
     mode = "train" if trainer.model.training else "eval"
     policy = trainer.model_wrapped
     config = None if trainer.use_vllm else trainer.generation_config
     own_temperature: Any = None if config is None else config.temperature
-    is_adapter = isinstance(engine, AdapterView)
-    if engine is not None and not is_adapter:
+    if engine is not None and not isinstance(engine, AdapterView):
         trainer.model_wrapped = engine
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(logged_apart(trainer._metrics, mode, lambda key, value: (f"{name}/{key}", value)))
-            if is_adapter:
+            if isinstance(engine, AdapterView):
                 stack.enter_context(engine.active())
             if config is None:
                 served = "policy" if engine is None else name

@@ -60,7 +60,7 @@ _ELSEWHERE = ("max_connections", "max_retries", "timeout", "attempt_timeout", "s
 
 
 def _rewards(scores: list[SampleScore]) -> np.ndarray:
-    """Rewards (P, N) of all epochs of all samples; all in one row where epochs failed."""
+    """Rewards (P, N) of P prompts, Inspect's samples, with N completions, its epochs; all in one row where epochs failed."""
     rows: dict[Any, list[float]] = {}
     for each in scores:
         rows.setdefault(each.sample_id, []).append(each.score.as_float())

@@ -33,7 +33,8 @@ _KEPT = "bos_token_id eos_token_id pad_token_id max_length use_cache transformer
 def rewarded(
     reward: Callable[..., list[float | None]], resps: list[list[str]], docs: list[dict[str, Any]]
 ) -> list[list[float]]:
-    """The rewards of all completions of each prompt. Raises `ValueError` if a completion has no finite reward."""
+    """A filter of the harness: the rewards of all completions (`resps`) of each prompt (`docs`, rows of the data set). Raises `ValueError` if
+    a completion has no finite reward."""
     rewards = []
     for completions, doc in zip(resps, docs, strict=True):
         columns = {name: [value] * len(completions) for name, value in doc.items()}

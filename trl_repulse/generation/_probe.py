@@ -157,8 +157,8 @@ def shares_prompts(
     read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     read_rows: Callable[..., torch.Tensor],
 ) -> bool:
-    """Whether several completions in one row are read like separate texts; `False` if a pass fails. `read` gives
-    predictions (B, L, V) of tokens (B, L) without a mask, `read_rows` predictions (B·n, S, V) of completions from
+    """Whether several completions in one row are read like separate texts; `False` if a pass fails, but for lack of memory, which is
+    raised. `read` gives predictions (B, L, V) of tokens (B, L) without a mask, `read_rows` predictions (B·n, S, V) of completions from
     prompts (B, L), their mask, completions (B, n, S) and their mask."""
     with undisturbed(model, training):
         passes = Passes(model, read)

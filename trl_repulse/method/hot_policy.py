@@ -259,7 +259,8 @@ class SamplerChoice:
     def keep_finds(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
         Keeps bad samples for [`gain`]. `log_p` and `log_q` (P, N + K) are log-probabilities (nats) of samples under the policy and the
-        sampler, and `log_w` (P, N + K) log-weights, −inf of samples that are not bad.
+        sampler, and `log_w` (P, N + K) log-weights without the potential, −inf for samples that are not bad. They count from the next
+        [`choose`].
         """
         is_find = log_w > -torch.inf
         ratio = 2 * torch.sigmoid(log_p[is_find] - log_q[is_find])  # p / m, where m = (p + q) / 2
