@@ -1,5 +1,6 @@
 """Prompts and completions in the forms that rewards read, and the numbers that reward functions return."""
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -70,6 +71,11 @@ def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -
     if label_column not in columns:
         raise ValueError(f"The data set has no column `{label_column}` of labels; change or leave out `label_column`.")
     return columns[label_column]
+
+
+def is_async(function: Any) -> bool:
+    """Whether calls of a function, or of a callable object, return coroutines. TRL's `is_async_callable` would import torch."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def as_number(value: Any) -> float | None:

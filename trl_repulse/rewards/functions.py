@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from .._trl import is_async_callable
-from ._texts import Messages, as_queries, pick_labels, read_rewards
+from ._texts import Messages, as_queries, is_async, pick_labels, read_rewards
 
 
 _FORMS = "`(prompts, completions, **kwargs)`, as TRL's reward functions, or `(queries, prompts, labels)`"
@@ -42,7 +41,7 @@ class FunctionReward:
             raise ValueError(
                 f"`{self.function}` in `{self.path}` is no function but {function!r:.60}; name a function."
             )
-        if is_async_callable(function):
+        if is_async(function):
             raise ValueError(
                 f"`{self.function}` in `{self.path}` is asynchronous; import it and give it to the trainer itself."
             )

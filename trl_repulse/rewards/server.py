@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
 
-from .._trl import is_async_callable
-from ._texts import read_rewards
+from ._texts import is_async, read_rewards
 from .remote import read_token
 
 
@@ -33,7 +32,7 @@ class RewardServer(ThreadingTCPServer):
 
     def __init__(self, reward: Any, host: str = "127.0.0.1", port: int = 5000, token_variable: str | None = None):
         self.name = getattr(reward, "__name__", type(reward).__name__)
-        if is_async_callable(reward):
+        if is_async(reward):
             raise ValueError(f"`{self.name}` is asynchronous; serve one that returns `asyncio.run({self.name}(...))`.")
         self.reward, self.token, self.turn = reward, read_token(token_variable), threading.Lock()
         super().__init__((host, port), _Handler)
