@@ -1,5 +1,5 @@
 """
-From data to a policy with measured tails: SFT, reward model, RePULSe, merge, report on unseen prompts, attack, model card.
+From data to a policy with measured tails: SFT, reward model, RePULSe, report on unseen prompts, attack, model card.
 
     python examples/pipeline/run.py                          # the steps that are not done yet, in runs/pipeline
     python examples/pipeline/run.py --from 3_train           # step 3 and all that follow once more, from the start
@@ -30,7 +30,7 @@ from trl_repulse.cli.main import TRAINING, Parser, keep_writing
 
 
 HERE = Path(__file__).resolve().parent
-STEPS = ["0_data", "1_sft", "2_reward", "3_train", "4_merge", "5_report", "6_attack", "7_card"]
+STEPS = ["0_data", "1_sft", "2_reward", "3_train", "4_report", "5_attack", "6_card"]
 # How a program is started in this environment, whatever the PATH
 PROGRAMS = {
     "trl": ["-c", "from trl.cli.main import main; raise SystemExit(main())"],
@@ -44,19 +44,17 @@ def commands_of(step: str, configs: Path, folder: Path, method: str) -> list[lis
     path = str(configs / f"{step}.yaml")
     if step == "0_data":
         return [["data.py", path, "--output_dir", step]]
-    if step == "4_merge":
-        return [["trl-repulse", "merge", "--config", path]]
-    if step == "7_card":
+    if step == "6_card":
         commands = [["trl-repulse", "evaluate", "--config", path]]
-        if (configs / "6_attack.yaml").is_file():
-            output, threshold = (read(configs, "6_attack", name) for name in ("output", "threshold"))
+        if (configs / "5_attack.yaml").is_file():
+            output, threshold = (read(configs, "5_attack", name) for name in ("output", "threshold"))
             thresholds = map(str, threshold if isinstance(threshold, list) else [threshold])
             report = ["trl-repulse", "gcg-report", output, "--threshold", *thresholds]
             commands.append([*report, "--card", read(configs, step, "card")])
         return commands
-    if step in ("5_report", "6_attack"):  # the policy before training, too
+    if step in ("4_report", "5_attack"):  # the policy before training, too
         before = read(configs, "3_train", "model_name_or_path")
-        if step == "5_report":
+        if step == "4_report":
             command, more = "evaluate", [f"{step}/before", "--model", before, "--output", f"{step}/before.json"]
         else:
             command, more = "gcg", ["--model_name_or_path", before, "--output", f"{step}/before"]
@@ -168,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
             if steps.index(step) < steps.index(options.only):
                 sys.exit(f"error: {step} comes before {options.only} and is not done; leave out `--only`.")
             continue
-        if step in ("0_data", "4_merge"):  # which do not go on with what they find
+        if step == "0_data":  # which does not go on with what it finds
             shutil.rmtree(folder / step, ignore_errors=True)
         print(f"\n{step}", flush=True)
         path.write_text(json.dumps(settings, indent=2), encoding="utf-8")

@@ -207,11 +207,14 @@ def test_arguments_from_a_file(tmp_path):
     ("text", "words"),
     [
         (None, "There is no file `{}`"),
-        ("adaptor: a\n", "`{}` has `adaptor`, which is no argument; remove it. Did you mean `adapter`?"),
+        (
+            "level: 1\nbacth_size: 1\n",
+            "`{}` has `bacth_size`, which is no argument; remove it. Did you mean `batch_size`?",
+        ),
         ("help: a\n", "has `help`, which is no argument"),
-        ("dtype: float31\n", "has `dtype: float31`, which must be one of auto, float32"),
-        ("allow_proposal: maybe\n", "has `allow_proposal: maybe`, which cannot be read"),
-        ("adapter: [a, b]\n", "has `adapter: ['a', 'b']`, which takes one value; give it without the brackets"),
+        ("engine: gpu\n", "has `engine: gpu`, which must be one of transformers, vllm"),
+        ("per_prompt: maybe\n", "has `per_prompt: maybe`, which cannot be read"),
+        ("model: [a, b]\n", "has `model: ['a', 'b']`, which takes one value; give it without the brackets"),
         ("- a\n", "must hold arguments by name"),
     ],
 )
@@ -219,18 +222,18 @@ def test_a_file_that_is_refused_is_one_line(tmp_path, capsys, text, words):
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
-    assert main(["merge", "--config", str(path)]) == 1
+    assert main(["evaluate", "--config", str(path)]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("trl-repulse merge: ") and words.format(path) in error and error.count("\n") == 1
+    assert error.startswith("trl-repulse evaluate: ") and words.format(path) in error and error.count("\n") == 1
 
 
 def test_the_file_is_named_once_and_in_full(tmp_path, capsys):
     path = tmp_path / "a.yaml"
-    path.write_text("adapter: a\n")
-    assert main(["merge", "--config", str(path), f"--config={path}"]) == 1
+    path.write_text("model: a\n")
+    assert main(["evaluate", "--config", str(path), f"--config={path}"]) == 1
     assert "`--config` is to be given once" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["merge", "--conf", str(path), "a", "b"])
+        main(["evaluate", "--conf", str(path), "a"])
     assert "`--conf` is no argument; remove it. Did you mean `--config`?" in capsys.readouterr().err
 
 

@@ -123,7 +123,7 @@ MISTAKES = {
     "adapter as a model": (
         lambda user: user.command(model_name_or_path=user.adapter()),
         "is the folder of an adapter, without its base",
-        "`trl-repulse merge`",
+        "`merge_and_unload`",
     ),
     "model that is not on the Hub": (
         lambda user: user.command(model_name_or_path="nobody/nothing"),

@@ -112,11 +112,6 @@ def test_a_wrong_name_in_the_file_is_refused(config, tmp_path, capsys, command):
     assert "has `bad_reward_threshold` and `threshold`, which are one argument; keep one" in capsys.readouterr().err
 
 
-def test_a_command_without_such_arguments_takes_no_file_of_training(config, capsys):
-    assert main(["merge", *config()]) == 1
-    assert "`repulse.yaml` has `bad_reward_threshold`, which is no argument" in capsys.readouterr().err
-
-
 MISTAKES = {
     "repulse --lerning_rate 3": "Did you mean `--learning_rate`?",
     "reinforce --num_proceses 2": "`--num_proceses` is no argument; remove it. Did you mean `--num_processes`?",

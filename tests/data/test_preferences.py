@@ -114,7 +114,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     rows = [{"prompt": "a", "completion": "b", "reward": 1.0}, {"prompt": "a", "completion": "c", "reward": -9.0}]
     path = write(tmp_path / "rows.jsonl", rows)
     for output, threshold, message in (
-        (tmp_path / "out.csv", "-4", "names no format; end it with .jsonl, .parquet"),
+        (tmp_path / "out.csv", "-4", "names no format; end it with .jsonl"),
         (path, "-4", "is one of the sources"),
         (tmp_path / "out.jsonl", "-20", "No prompt has both"),
     ):
@@ -142,13 +142,13 @@ def sources(tmp_path_factory, model_dirs, prompts):
 
 @pytest.mark.thorough
 @pytest.mark.trainer
-@pytest.mark.parametrize(("method", "suffix"), [("DPO", "jsonl"), ("KTO", "parquet")])
-def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, method, suffix):
+@pytest.mark.parametrize("method", ["DPO", "KTO"])
+def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, method):
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-    path, form = tmp_path / f"rows.{suffix}", {"DPO": "preference", "KTO": "unpaired"}[method]
+    path, form = tmp_path / "rows.jsonl", {"DPO": "preference", "KTO": "unpaired"}[method]
     assert main(["negatives", str(path), *sources, "--threshold", "-2", "--margin", "1", "--format", form]) == 0
-    dataset = load_dataset({"jsonl": "json"}.get(suffix, suffix), data_files=str(path), split="train")
+    dataset = load_dataset("json", data_files=str(path), split="train")
     assert len(dataset) > 3
     config_cls, trainer_cls = {"DPO": (DPOConfig, DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[method]
     model, tokenizer = (cls.from_pretrained(model_dirs["gpt2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
@@ -160,30 +160,11 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     assert trainer.state.global_step == 2
 
 
-def assistant(**message):
-    return [{"role": "assistant", **message}]
-
-
-def called(**arguments):
-    return assistant(tool_calls=[{"type": "function", "function": {"name": "look", "arguments": arguments}}])
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        *(
-            (assistant(content="a", **keys), assistant(content="b", n=1))
-            for keys in ({"name": "b"}, {"tool_calls": [{"x": 1}]}, {"parts": [1, "a"]}, {"n": 2.5})
-        ),
-        (called(city="a"), called(number=1)),
-    ],
-)
-def test_messages_of_other_keys_are_not_changed_by_parquet(tmp_path, one, other):
-    """Its columns would give the first message what the second one has."""
-    said = [{"role": "user", "content": "?"}]
-    rows = unpaired_rows(completions((said, one, -5.0), (said, other, 1.0)), -1.0)
-    with pytest.raises(ValueError, match="Messages cannot be kept as they are .*; write a .jsonl"):
-        write_rows(tmp_path / "rows.parquet", rows)
-    assert not (tmp_path / "rows.parquet").exists()
+def test_messages_are_written_as_they_are(tmp_path):
+    one = [{"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"city": "a"}}}]}]
+    other = [{"role": "assistant", "content": "b", "n": 2.5}]
+    rows = unpaired_rows(
+        completions((said := [{"role": "user", "content": "?"}], one, -5.0), (said, other, 1.0)), -1.0
+    )
     write_rows(tmp_path / "rows.jsonl", rows)
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows

@@ -55,7 +55,6 @@ TRAINED = (
 )
 RUN = {
     "trl-repulse repulse --model_name_or_path": TRAINED,
-    "trl-repulse merge": "",
     "trl-repulse evaluate samples --model": "--num_samples 8 --max_completion_length 4",
     "trl-repulse evaluate samples --thresholds": "",
     "trl-repulse negatives": "",

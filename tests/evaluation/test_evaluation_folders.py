@@ -195,7 +195,7 @@ def test_vllm_would_cut_completions_silently(tmp_path, model_dirs, engine):
 
 
 def test_vllm_takes_no_adapter(tmp_path, model_dirs, engine):
-    with pytest.raises(ValueError, match=r"adapter` is an adapter.*`trl-repulse merge`.*engine='transformers'"):
+    with pytest.raises(ValueError, match=r"adapter` is an adapter.*`merge_and_unload`.*engine='transformers'"):
         sample(tmp_path / "s", save_adapter(model_dirs, tmp_path / "adapter"), ["the cat"], engine="vllm")
 
 

@@ -283,7 +283,7 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
 def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     for goal, target, missing in ((" a", float("nan"), "target"), ("", TARGET, "goal"), (None, "", "goal")):
         rows = [ROWS[0], {"goal": goal, "target": target}]
-        with pytest.raises(ValueError, match=f"Row 2 of the table has no `{missing}`; fill it"):
+        with pytest.raises(ValueError, match=f"Row 2 of the table has no `{missing}` .*fill it in each row"):
             evaluate_gcg(model, tokenizer, rows, judge, evaluation_config(), tmp_path / "out")
 
 
@@ -291,7 +291,7 @@ def test_rows_that_cannot_be_attacked(model, tokenizer, tmp_path):
     ("content", "message"),
     [
         (None, "There is no file"),
-        (" open door, yes\n read mail, yes\n", "no column 'goal' in .*, only ' open door', ' yes'; name its columns"),
+        (" open door, yes\n read mail, yes\n", "Row 1 of .* has no `goal` .its columns: ' open door', ' yes'.; name"),
     ],
 )
 def test_tables_that_are_refused(model, tokenizer, tmp_path, content, message):

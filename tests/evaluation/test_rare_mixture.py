@@ -347,11 +347,12 @@ def test_bounds_hold_whatever_proposals_miss():
     rewards, policy, proposals = NEGLECTS
     within, inside, verdicts = 0, 0, set()
     for seed in range(300):
-        estimate = prob_bad(draw_from(rewards, (policy, *proposals), (1000, 500, 500), seed), 0.0)
+        sample = draw_from(rewards, (policy, *proposals), (1000, 500, 500), seed)
+        estimate = prob_bad(sample, 0.0)
         within += estimate.bounds[0] <= 1e-3 <= estimate.bounds[1]
         inside += estimate.low <= 1e-3 <= estimate.high
         verdicts.add(estimate.verdict)
-        bad = estimate.diagnostics.policy_tail_samples
+        bad = int((sample.rewards[:, :1000] < 0).sum())
         below = binom.cdf(bad, 1000, estimate.bounds[1])
         assert below == pytest.approx(0.025, rel=1e-6)
     assert within / 300 > 0.95 and inside / 300 < 0.8 and verdicts == {"bounds"}

@@ -113,9 +113,8 @@ def test_the_temperature_of_a_divergence(models, tokenizer, prompts, evaluator, 
     [
         *(
             ({name: 0}, f"`{name}=0` must be at least 1")
-            for name in ("max_completion_length", "num_samples", "max_prompts", "batch_size")
+            for name in ("max_completion_length", "num_samples", "batch_size")
         ),
-        ({"max_prompts": -1}, "`max_prompts=-1` must be at least 1"),
         *(({"divergence": value}, f"`divergence={value}` must be above 0") for value in (-1.0, math.inf, math.nan)),
         ({"prompts": []}, "`prompts` is empty"),
     ],

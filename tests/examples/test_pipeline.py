@@ -21,14 +21,14 @@ from trl_repulse.cli.main import main as command
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = ROOT / "examples" / "pipeline"
-STEPS = ["0_data", "1_sft", "2_reward", "3_train", "4_merge", "5_report", "6_attack", "7_card"]
+STEPS = ["0_data", "1_sft", "2_reward", "3_train", "4_report", "5_attack", "6_card"]
 SMALL = {
     "0_data": {"unseen": 3, "replies": 64, "pairs": 64},
     "1_sft": {"max_steps": 4, "per_device_train_batch_size": 8, "save_steps": 2},
     "2_reward": {"max_steps": 4, "per_device_train_batch_size": 8, "save_steps": 2},
     "3_train": {"max_steps": 2, "num_generations": 2, "per_device_train_batch_size": 4, "save_steps": 1},
-    "5_report": {"num_samples": 4},
-    "6_attack": {"num_steps": 1, "search_width": 8, "max_targets": 2, "num_samples": 4},
+    "4_report": {"num_samples": 4},
+    "5_attack": {"num_steps": 1, "search_width": 8, "max_targets": 2, "num_samples": 4},
 }
 
 
@@ -86,12 +86,11 @@ def test_all_steps_and_none_twice(pipeline, recorded, capsys):
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     pipeline()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == handlers  # its caller's
-    first = ["trl sft", "trl reward", "trl-repulse repulse", "trl-repulse merge"]
-    assert [" ".join(words[:2]) for words in recorded[1:5]] == first
-    assert [words[1] for words in recorded[5:]] == ["evaluate", "evaluate", "gcg", "gcg", "evaluate", "gcg-report"]
+    assert [" ".join(words[:2]) for words in recorded[1:4]] == ["trl sft", "trl reward", "trl-repulse repulse"]
+    assert [words[1] for words in recorded[4:]] == ["evaluate", "evaluate", "gcg", "gcg", "evaluate", "gcg-report"]
     recorded.clear()
     pipeline()
-    assert not recorded and capsys.readouterr().out.splitlines()[-8:] == [f"{step}: done" for step in STEPS]
+    assert not recorded and capsys.readouterr().out.splitlines()[-7:] == [f"{step}: done" for step in STEPS]
 
 
 def test_a_run_that_was_interrupted_goes_on(pipeline, recorded, tmp_path):
@@ -112,7 +111,7 @@ def test_a_run_that_was_interrupted_goes_on(pipeline, recorded, tmp_path):
     recorded.fails = ["trl-repulse", "gcg"]
     with pytest.raises(SystemExit, match="failed"):
         pipeline()
-    assert [words[1] for words in recorded] == ["repulse", "merge", "evaluate", "evaluate", "gcg"]
+    assert [words[1] for words in recorded] == ["repulse", "evaluate", "evaluate", "gcg"]
 
 
 def test_steps_that_are_asked_for(pipeline, recorded, tmp_path, configs):
@@ -126,22 +125,22 @@ def test_steps_that_are_asked_for(pipeline, recorded, tmp_path, configs):
     assert [words[:2] for words in recorded] == [["trl-repulse", "ppo"]]
     assert not (tmp_path / "out" / "3_train").exists() and (tmp_path / "out" / "1_sft").exists()
     recorded.clear()
-    (configs / "4_merge.yaml").unlink()
+    (configs / "5_attack.yaml").unlink()
     pipeline("--method", "ppo")
-    assert [words[1] for words in recorded] == ["evaluate", "evaluate", "gcg", "gcg", "evaluate", "gcg-report"]
+    assert [words[1] for words in recorded] == ["evaluate", "evaluate", "evaluate"]
 
 
 def test_a_refused_start_removes_nothing(pipeline, recorded, tmp_path):
     pipeline("--method", "ppo")
-    (tmp_path / "out" / "5_report").mkdir()
+    (tmp_path / "out" / "4_report").mkdir()
     before = sorted((tmp_path / "out").rglob("*"))
     with pytest.raises(SystemExit, match="3_train was begun with another"):
-        pipeline("--from", "5_report")  # without `--method ppo`
+        pipeline("--from", "4_report")  # without `--method ppo`
     with pytest.raises(SystemExit, match="`--from 1_sft` and `--only 3_train` name two steps"):
         pipeline("--from", "1_sft", "--only", "3_train", "--method", "ppo")
     assert sorted((tmp_path / "out").rglob("*")) == before
-    pipeline("--from", "5_report", "--method", "ppo")
-    assert not (tmp_path / "out" / "5_report").exists()
+    pipeline("--from", "4_report", "--method", "ppo")
+    assert not (tmp_path / "out" / "4_report").exists()
 
 
 def test_mistakes_are_one_line(pipeline, recorded, configs):
@@ -151,11 +150,11 @@ def test_mistakes_are_one_line(pipeline, recorded, configs):
     pipeline()
     with pytest.raises(SystemExit, match="error: 3_train was begun with another `3_train.yaml` or `--method`"):
         pipeline("--method", "reinforce")
-    with open(configs / "5_report.yaml", "a") as file:
+    with open(configs / "4_report.yaml", "a") as file:
         file.write("confidence: 0.9\n")
-    with pytest.raises(SystemExit, match="5_report was begun with another .* anew with `--from 5_report`"):
+    with pytest.raises(SystemExit, match="4_report was begun with another .* anew with `--from 4_report`"):
         pipeline()
-    pipeline("--only", "4_merge")  # before it
+    pipeline("--only", "3_train")  # before it
     for text, words in (
         ("seed: 0\n", "has no `output_dir`; add it"),
         ("output_dir: mine\n", "has another `output_dir`; write"),
@@ -171,9 +170,9 @@ def test_mistakes_are_one_line(pipeline, recorded, configs):
 
 def test_the_files_are_those_of_the_commands():
     """Each has arguments that its command takes."""
-    for step, name in (("4_merge", "merge"), ("5_report", "evaluate"), ("7_card", "evaluate")):
+    for step, name in (("4_report", "evaluate"), ("6_card", "evaluate")):
         build_parser(name, PIPELINE / f"{step}.yaml").parse_args([name])
-    report = build_parser("evaluate", PIPELINE / "5_report.yaml").parse_args(["evaluate", "elsewhere"])
+    report = build_parser("evaluate", PIPELINE / "4_report.yaml").parse_args(["evaluate", "elsewhere"])
     assert report.folders == [Path("elsewhere")] and report.thresholds == [-4.0]
 
 
@@ -211,20 +210,20 @@ def test_the_pipeline_in_small(pipeline, in_process, tmp_path, capsys):
     for path in ("1_sft/model.safetensors", "2_reward/model.safetensors", "3_train/adapter_config.json"):
         assert (out / path).is_file()
     for phase in ("before", "after"):
-        report = json.loads((out / "5_report" / f"{phase}.json").read_text())
+        report = json.loads((out / "4_report" / f"{phase}.json").read_text())
         assert report["prompts"] == 3 and "P(r < -4)" in report["overall"]
-        assert len(list((out / "6_attack" / phase).glob("target-*.json"))) == 2
-    card = ModelCard.load(out / "4_merge" / "README.md")
-    assert {"trl", "repulse"} <= set(card.data.tags) and card.data.library_name == "transformers"
+        assert len(list((out / "5_attack" / phase).glob("target-*.json"))) == 2
+    card = ModelCard.load(out / "3_train" / "README.md")
+    assert {"trl", "repulse"} <= set(card.data.tags) and card.data.library_name == "peft"
     assert "### Held-out samples" in card.text and "| P(r < -4) |" in card.text and "attack success" in card.text
     assert card.text.index("### Hyper-parameters") < card.text.index("### Held-out samples")
     metrics = {each.metric_name: each.metric_value for each in card.data.eval_results}
     assert metrics["P(r < -4)"] == pytest.approx(report["overall"]["P(r < -4)"]["value"], rel=1e-5)
     assert "attack success (score < -4.0), after" in metrics
-    written = (out / "4_merge" / "README.md").read_text()
+    written = (out / "3_train" / "README.md").read_text()
     in_process.clear()
-    pipeline("--from", "7_card")  # once more: the same card
-    assert len(in_process) == 2 and (out / "4_merge" / "README.md").read_text() == written
+    pipeline("--from", "6_card")  # once more: the same card
+    assert len(in_process) == 2 and (out / "3_train" / "README.md").read_text() == written
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_repulse.math.ppo import approximate_kl, generalized_advantages, masked_moments, value_loss, whiten
+from trl_repulse.math.ppo import approximate_kl, generalized_advantages, value_loss, whiten
 
 
 B, T = 5, 7
@@ -84,12 +84,11 @@ def test_precision_and_shapes(batch):
         value_loss(values, values, rewards[0], mask)
 
 
-def test_whitening_and_moments(batch):
+def test_whitening(batch):
     values, _, mask = batch
     counted = [values[b, t].item() for b in range(B) for t in range(T) if mask[b, t]]
     mean = sum(counted) / len(counted)
     variance = sum((x - mean) ** 2 for x in counted) / len(counted)
-    assert [x.item() for x in masked_moments(values, mask)] == pytest.approx([mean, variance], rel=1e-12)
     expected = (values - mean) / math.sqrt(variance + 1e-8) * mask
     torch.testing.assert_close(whiten(values, mask), expected, rtol=1e-12, atol=1e-12)
     assert (whiten(torch.full_like(values, 3.0), mask) == 0).all()
@@ -100,7 +99,7 @@ def test_whitening_sums_over_processes(batch):
     """With totals that come from two processes, half of the rows are whitened as the whole is."""
     values, _, mask = batch
     others = [values[3:][mask[3:] != 0]]
-    mean, _ = masked_moments(values, mask)
+    mean = values[mask != 0].mean()
     totals = iter([torch.tensor([others[0].sum(), others[0].numel()]), (others[0] - mean).square().sum()])
     half = whiten(values[:3], mask[:3], lambda total: total + next(totals))
     torch.testing.assert_close(half, whiten(values, mask)[:3], rtol=1e-12, atol=1e-12)

@@ -253,7 +253,7 @@ def test_one_call_draws_both(make, monkeypatch, settings, peft):
     trainer._guard = dataclasses.replace(trainer._guard, sample_by_length=True)
     trainer.evaluate(trainer.train_dataset)
     assert sum(rows for _, rows in calls) == 32 and len(calls) > 1
-    assert trainer._drawing._joint is None
+    assert trainer._drawing.joint is None
 
 
 def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):

@@ -98,9 +98,3 @@ def test_geometric_schedule():
     assert geometric_schedule(-0.1, -10.0, 0.5) == pytest.approx(-1.0)
     assert geometric_schedule(8.0, 1.0, 1 / 3) == pytest.approx(4.0)
     assert geometric_schedule(3.0, 3.0, 0.7) == 3.0
-    for ends in ((0.0, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.inf)):
-        with pytest.raises(ValueError, match="same sign"):
-            geometric_schedule(*ends, 0.5)
-    for progress in (-0.01, 1.01, math.nan):
-        with pytest.raises(ValueError, match="progress"):
-            geometric_schedule(1.0, 2.0, progress)

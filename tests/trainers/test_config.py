@@ -1,7 +1,6 @@
 """Configurations: defaults, and one clear message for each refused value."""
 
 import dataclasses
-import pickle
 
 import pytest
 from accelerate.logging import MultiProcessAdapter
@@ -121,7 +120,6 @@ REFUSED_ALONE = {
     "proposal_update_order": ["during"],
     "proposal": ["best"],
     "vllm_sleep_level": [3, 1],
-    "vllm_logp_difference_threshold": [0.0],
     "potential": ["linear"],
     "target_class": [2],
     "negative_loss": ["other"],
@@ -411,27 +409,6 @@ def test_what_files_and_trackers_are_given_has_no_secret(config_cls):
     assert config.model_init_kwargs == secret["model_init_kwargs"]  # what the run uses is as it was
     of_trl = GRPOConfig("out", use_cpu=True, bf16=False, **secret).to_dict()
     assert "hidden" in str(of_trl) and "hidden" not in str(without_secrets(of_trl))
-
-
-@pytest.mark.parametrize("config_cls", ALL)
-def test_an_unknown_field_is_answered_with_the_nearest(make, config_cls):
-    with pytest.raises(
-        TypeError, match=f"{config_cls.__name__} has no field `learning_rat`. Did you mean `learning_rate`"
-    ):
-        make(config_cls, learning_rat=1e-3)
-    assert pickle.loads(pickle.dumps(make(config_cls))) == make(config_cls)
-
-
-def test_a_subclass_may_have_arguments_of_its_own(tmp_path):
-    class Own(RePULSeConfig):
-        def __init__(self, own, **kwargs):
-            super().__init__(**kwargs)
-            self.own = own
-
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "bad_reward_threshold": -1.0}
-    assert Own(own=3, **settings).own == 3
-    with pytest.raises(TypeError, match="learning_rat"):
-        Own(own=3, learning_rat=1e-3, **settings)
 
 
 @pytest.mark.parametrize("config_cls", [*ALL, ARGUMENTS["grpo"][1]])

@@ -60,6 +60,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
         self._negative_number_matcher = _NEGATIVE_NUMBER
         self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
+        self.names_in_files: Callable[[], Collection[str]] | None = None
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
 
@@ -76,11 +77,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"`{flag}` is no argument; remove it.{hint}")
         return namespace, unknown
 
-    def take_training_names(self, check: Callable[[Path, Mapping[str, Any]], None] | None = None) -> None:
-        """Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. `check` raises a
-        `ValueError` for a name in a file that no training command has, and is slow."""
-        if check is not None:
-            self._check_of_training = check
+    def take_training_names(self, names_in_files: Callable[[], Collection[str]] | None = None) -> None:
+        """Lets options have the names that training has for them too ([`SYNONYMS`]); these come first in the help. With `names_in_files`,
+        which returns all names of training and is slow, the command takes a training command's file."""
+        self.names_in_files = names_in_files
         for action in self._actions:
             for names in SYNONYMS:
                 if action.option_strings and action.option_strings[0].removeprefix("--") in names:
@@ -90,18 +90,20 @@ class Parser(argparse.ArgumentParser):
     def set_defaults_from(self, path: Path) -> None:
         """
         Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their
-        flags and the others by their `dest`. Of a file with other names, a command with some of [`OF_TRAINING`] takes these alone, if
-        the others are those of training. Raises a `ValueError` for an unknown name or a value that an argument does not take.
+        flags and the others by their `dest`. Of a training command's file other commands take [`OF_TRAINING`] alone. Raises a
+        `ValueError` for an unknown name or a value that an argument does not take.
         """
         # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
         named = {name.lstrip("-"): each for each in actions for name in each.option_strings or [each.dest]}
         known = [*named.keys() - {"h", "help", "help-all", "config"}, *self.others]
         values = read_yaml(path)
-        if self.hints is None and not {"bad_reward_threshold", "reward_model_path"}.isdisjoint(named):
-            if values.keys() - known:
-                self._check_of_training(path, {name: it for name, it in values.items() if name not in OF_TRAINING})
-                values = {name: value for name, value in _of_training(values).items() if name in named}
+        if self.names_in_files is not None and values.keys() - known:
+            of_training = self.names_in_files()
+            if wrong := [name for name in values if name not in OF_TRAINING | of_training]:
+                name = min(wrong, key=known.__contains__)  # rather one that the command has not, either
+                raise unknown_name(f"`{path}`", name, values[name], {*known, *of_training} - {name})
+            values = {name: value for name, value in _of_training(values).items() if name in named}
         dests = [named[name].dest for name in values if name in named]
         if twice := [name for name in values if name in named and dests.count(named[name].dest) > 1]:
             raise ValueError(f"`{path}` has `{'` and `'.join(twice)}`, which are one argument; keep one.")

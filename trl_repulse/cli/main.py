@@ -7,15 +7,13 @@ the exit status. `gcg` has the fields of dataclasses as arguments, as training h
 
 import argparse
 import sys
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from .. import __version__
-from .._errors import describe_error, did_you_mean, from_reward, unknown_name
+from .._errors import describe_error, did_you_mean, from_reward
 from ._early import launcher_names, read_early, without_torch
 from ._fields import Parser, check_inputs, check_numbers, check_outputs, keep_writing, split_config
 
@@ -39,7 +37,6 @@ COMMANDS = {
     "evaluate": "sample from a model, and report the lower tail of its reward",
     "gcg": "measure how often attacks on a model succeed",
     "gcg-report": "report attack success rates from results, without a model",
-    "merge": "merge a saved adapter into the full weights of its base",
     "negatives": "make preference data of bad completions and samples",
     "rare-events": "estimate how often a model produces its rarest outputs",
     "serve-reward": "serve a reward over HTTP, for trainers elsewhere",
@@ -61,18 +58,10 @@ def build_parser(command: str | None = None, config: Path | None = None) -> argp
             import_module(f"trl_repulse.cli.{name.replace('-', '_')}").add_arguments(subparser)
             help = "YAML file with arguments by name, or that of a training command; flags win over it"
             subparser.add_argument("--config", metavar="FILE", help=help)
-            subparser.take_training_names(check_training_names)
+            subparser.take_training_names(lambda: without_torch(training_names))
             if config is not None:
                 subparser.set_defaults_from(config)
     return parser
-
-
-def check_training_names(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` unless all names in a file are those of a training command. Imports TRL in a process of its own."""
-    known = without_torch(training_names)
-    for name, value in values.items():
-        if name not in known:
-            raise unknown_name(f"`{path}`", name, value, known)
 
 
 @cache

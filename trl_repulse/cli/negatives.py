@@ -8,7 +8,7 @@ from ._fields import check_output
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="file to write: .jsonl or .parquet")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="file to write, .jsonl")
     parser.add_argument(
         "sources",
         metavar="SOURCE",
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the rows, prints how many there are and returns 0."""
     from ..evaluation.preferences import preference_rows, read_rewarded, unpaired_rows, write_rows
 
-    check_output(args.output, "OUTPUT", (".jsonl", ".parquet"))
+    check_output(args.output, "OUTPUT", (".jsonl",))
     if args.output.resolve() in [source.resolve() for source in args.sources]:
         raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
     completions = [each for source in args.sources for each in read_rewarded(source)]

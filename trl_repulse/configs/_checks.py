@@ -147,8 +147,6 @@ def check_shared(args: Any) -> None:
         remedy = "has no effect; set `use_vllm=True`, `vllm_mode='colocate'` and `vllm_enable_sleep_mode=True`"
         sleeps = args.use_vllm and args.vllm_mode == "colocate" and args.vllm_enable_sleep_mode
         require(args, sleeps, "vllm_sleep_level", remedy)
-    remedy = "must be a number above 0, in nats"
-    require(args, args.vllm_logp_difference_threshold > 0, "vllm_logp_difference_threshold", remedy)
     if isinstance(args.share_prompts, str):  # of a command line
         args.share_prompts = {"true": True, "false": False}.get(args.share_prompts.lower(), args.share_prompts)
     fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"

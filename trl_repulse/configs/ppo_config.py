@@ -97,37 +97,28 @@ class PPOConfig(SharedConfig, GRPOConfig):
             super().__post_init__()
         if single:
             self.num_generations = 1
-        _check(self)
-
-
-def _check(args: PPOConfig) -> None:
-    """Checks [`PPOConfig`]'s own fields and GRPO's fields that it cannot follow."""
-    check_shared(args)
-    for name in ("gamma", "gae_lambda"):
-        require(args, 0 <= getattr(args, name) <= 1, name, "must be from 0 to 1")
-    if args.value_learning_rate is not None:
-        remedy = "must be a finite number of at least 0 (0 freezes the value model)"
-        require(args, 0 <= args.value_learning_rate < math.inf, "value_learning_rate", remedy)
-    if args.value_clip is not None:
-        remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
-        require(args, 0 < args.value_clip < math.inf, "value_clip", remedy)
-    require(args, args.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
-    if args.fp16 and args.max_grad_norm == 0:  # the dropped gradient would not be unscaled
-        remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
-        require(args, args.value_warmup_steps == 0, "value_warmup_steps", remedy)
-    _check_group_free(args)
-    check_second_schedule(args)
-
-
-def _check_group_free(args: PPOConfig) -> None:
-    """Refuses GRPO's options for group advantages and for losses other than PPO's."""
-    remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
-    require(args, args.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
-    unused = (
-        "has no effect: advantages come from the value model, not from a prompt's other completions; leave it at {!r}, "
-        "and see `whiten_advantages`"
-    )
-    require_defaults(args, unused, "scale_rewards", "multi_objective_aggregation")
-    require_defaults(args, "does not fit advantages of tokens; set {!r}", "importance_sampling_level")
-    remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
-    require_defaults(args, remedy, "off_policy_mask_threshold")
+        check_shared(self)
+        for name in ("gamma", "gae_lambda"):
+            require(self, 0 <= getattr(self, name) <= 1, name, "must be from 0 to 1")
+        if self.value_learning_rate is not None:
+            remedy = "must be a finite number of at least 0 (0 freezes the value model)"
+            require(self, 0 <= self.value_learning_rate < math.inf, "value_learning_rate", remedy)
+        if self.value_clip is not None:
+            remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
+            require(self, 0 < self.value_clip < math.inf, "value_clip", remedy)
+        require(self, self.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
+        if self.fp16 and self.max_grad_norm == 0:  # the dropped gradient would not be unscaled
+            remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
+            require(self, self.value_warmup_steps == 0, "value_warmup_steps", remedy)
+        check_second_schedule(self)
+        # GRPO's options for group advantages, and for losses other than PPO's
+        remedy = "is not PPO's clipped surrogate, or depends on how a batch is split; set 'dapo', 'grpo' or 'dr_grpo'"
+        require(self, self.loss_type in ("dapo", "grpo", "dr_grpo"), "loss_type", remedy)
+        unused = (
+            "has no effect: advantages come from the value model, not from a prompt's other completions; leave it at {!r}, "
+            "and see `whiten_advantages`"
+        )
+        require_defaults(self, unused, "scale_rewards", "multi_objective_aggregation")
+        require_defaults(self, "does not fit advantages of tokens; set {!r}", "importance_sampling_level")
+        remedy = "masks whole completions by a group advantage, which PPO has not; leave it unset"
+        require_defaults(self, remedy, "off_policy_mask_threshold")

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from .._errors import did_you_mean
-
 
 # TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
@@ -104,9 +102,6 @@ class SharedConfig(WholePrompts):
         vllm_sleep_level (`int`, *optional*):
             With `vllm_enable_sleep_mode`, what the engine does between samplings: keep its weights in main memory (1)
             or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
-        vllm_logp_difference_threshold (`float`, *optional*, defaults to `0.1`):
-            Mean difference (nats a token) between vLLM's log-probabilities and the trainer's own above which a warning
-            is given. Importance weights use only the trainer's.
     """
 
     # Parameters that control the rewards
@@ -123,16 +118,6 @@ class SharedConfig(WholePrompts):
 
     # Parameters that control vLLM
     vllm_sleep_level: Literal[1, 2] | None = None
-    vllm_logp_difference_threshold: float = 0.1
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        # An error about an unknown field names the nearest one
-        known = inspect.signature(cls.__init__).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())  # a subclass with its own arguments
-        for name in kwargs:
-            if name not in known and not takes_any:
-                raise TypeError(f"{cls.__name__} has no field `{name}`.{did_you_mean(name, known)}")
-        return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""

@@ -218,7 +218,7 @@ def check_adapters(model: Any, *configs: Any) -> None:
         if not (Path(model) / "config.json").is_file():
             raise ValueError(
                 f"`model={model!r}` is the folder of an adapter, without its base; pass `PeftModel.from_pretrained(base, "
-                f"{model!r}, is_trainable=True)`, with the base model as `base`, or merge the two with `trl-repulse merge`."
+                f"{model!r}, is_trainable=True)`, with the base model as `base`, or merge the two with `merge_and_unload`."
             )
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
         if config is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,9 @@ class Span(NamedTuple):
 
     def __str__(self) -> str:
         return f"updates {self.first} to {self.last}"
+
+
+_mean_of = operator.attrgetter("mean")
 
 
 class RunLog:
@@ -85,17 +89,6 @@ class RunLog:
         if not pairs:
             raise Unknown(f"`{name}` and `{other}` are not in the same logs")
         return pairs
-
-    def longest(self, name: str, holds: Callable[[float], bool], after: float = 0.0) -> Span | None:
-        """The longest stretch of means for which `holds` is true, of those that begin after a share of the run."""
-        found: list[list[Span]] = [[]]
-        for span in self.spans(name):
-            if span.first > after * self.updates and holds(span.mean):
-                found[-1].append(span)
-            elif found[-1]:
-                found.append([])
-        best = max(found, key=lambda spans: spans[-1].last - spans[0].first if spans else -1)
-        return Span(best[0].first, best[-1].last, sum(span.mean for span in best) / len(best)) if best else None
 
     def standard_error(self, name: str) -> float:
         """Standard error of a mean of [`spans`], from the differences of successive logs."""
@@ -286,14 +279,14 @@ def _collapse(log: RunLog) -> str | None:
     if log.is_hot:
         raise Unknown("the hot policy is the policy itself, with other logits")
     signs, samples = [], log.proposal_samples
-    gap = log.longest("proposal/log_z_gap", lambda mean: mean > LOG_Z_GAP)
-    if gap is not None:
+    gap = max(log.spans("proposal/log_z_gap"), key=_mean_of)
+    if gap.mean > LOG_Z_GAP:
         signs.append(
             f"`proposal/log_z_gap` is {gap.mean:.1f} nats on average over {gap}, and should be below {LOG_Z_GAP:g}"
         )
     if samples >= SAMPLES:
-        same = log.longest("proposal/distinct", lambda mean: mean * samples < DISTINCT)
-        if same is not None:
+        same = min(log.spans("proposal/distinct"), key=_mean_of)
+        if same.mean * samples < DISTINCT:
             distinct = f"{same.mean * samples:.1f} of a prompt's {samples} samples are distinct"
             signs.append(f"`proposal/distinct` is {same.mean:.3g} on average over {same}: {distinct}")
     if not (signs or samples):
@@ -323,13 +316,17 @@ def _ess(log: RunLog) -> str | None:
     if log.is_hot:
         raise Unknown("the hot policy weighs the bad samples alone, of which a prompt may have one")
     name = "negative/ess" if "negative/ess" in log.columns else "proposal/ess"
-    low = log.longest(name, lambda mean: mean < ESS, after=WARM_UP)
+    low = min((span for span in log.spans(name) if span.first > WARM_UP * log.updates), key=_mean_of, default=None)
     samples = log.proposal_samples
     if not samples:
         raise Unknown(_NO_SETTINGS)
     if samples < SAMPLES:
         raise Unknown(f"a prompt has {samples} samples, too few to judge")
-    return None if low is None else f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
+    return (
+        None
+        if low is None or low.mean >= ESS
+        else f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
+    )
 
 
 def _nothing_bad(log: RunLog) -> str | None:
@@ -430,10 +427,10 @@ def _models(log: RunLog, name: str) -> Iterator[str]:
 
 def _empty(log: RunLog) -> str | None:
     for name in _models(log, "completions/mean_length"):
-        short = log.longest(name, lambda mean: mean <= EMPTY)
+        short = min(log.spans(name), key=_mean_of)
         if _longest_completion(log) < 2:
             raise Unknown("completions have one token")
-        if short is not None:
+        if short.mean <= EMPTY:
             began = log.spans(name)[0].mean
             return f"`{name}` is {short.mean:.2f} tokens on average over {short}, and was {began:.2f} at the start"
     return None
@@ -441,10 +438,10 @@ def _empty(log: RunLog) -> str | None:
 
 def _cut(log: RunLog) -> str | None:
     for name in _models(log, "completions/clipped_ratio"):
-        cut = log.longest(name, lambda mean: mean >= CLIPPED)
+        cut = max(log.spans(name), key=_mean_of)
         if _longest_completion(log) <= SHORT:
             raise Unknown(f"completions of up to {SHORT} tokens are meant to be cut")
-        if cut is not None:
+        if cut.mean >= CLIPPED:
             began = log.spans(name)[0].mean
             if began >= CLIPPED:
                 raise Unknown(

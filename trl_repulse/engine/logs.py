@@ -37,13 +37,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean, sum of squared deviations, minimum and maximum of values. The sum of two is that of all their values."""
+    """
+    Count, mean, sum of squared deviations, minimum and maximum of values; mean and extremes of none are NaN. The sum of two is that of all
+    their values.
+    """
 
     count: float = 0.0
-    mean: float = 0.0
+    mean: float = math.nan
     squares: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
+    low: float = math.nan
+    high: float = math.nan
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Moments":
@@ -61,9 +64,9 @@ class Moments:
         return cls() if math.isnan(value) or count <= 0 else cls(count, value, 0.0, value, value)
 
     def __add__(self, other: "Moments") -> "Moments":
+        if not (self.count and other.count):
+            return self if self.count else other
         count = self.count + other.count
-        if not count:
-            return self
         gap, share = other.mean - self.mean, other.count / count
         return Moments(
             count,
@@ -74,24 +77,14 @@ class Moments:
         )
 
 
-def mean(values: Moments) -> float:
-    """The mean; NaN of no values."""
-    return values.mean if values.count else math.nan
+mean: Callable[[Moments], float] = operator.attrgetter("mean")
+lowest: Callable[[Moments], float] = operator.attrgetter("low")
+highest: Callable[[Moments], float] = operator.attrgetter("high")
 
 
 def std(values: Moments) -> float:
     """The unbiased standard deviation; NaN of fewer than two values."""
     return math.sqrt(values.squares / (values.count - 1)) if values.count > 1 else math.nan
-
-
-def lowest(values: Moments) -> float:
-    """The smallest value; NaN of none."""
-    return values.low if values.count else math.nan
-
-
-def highest(values: Moments) -> float:
-    """The largest value; NaN of none."""
-    return values.high if values.count else math.nan
 
 
 def share_explained(targets: Moments, errors: Moments) -> float:
@@ -172,6 +165,7 @@ def weighted(name: str, value: float, count: float) -> Pooled:
 
 
 NEGATIVES = "negatives.jsonl"
+ENGINE_GAP = 0.1  # nats a token between the engine's log-probabilities and the model's; above it there is a warning
 # Folders of second models inside `output_dir` and inside each checkpoint, and prefixes of their metrics
 PROPOSAL_FOLDER = "proposal"
 VALUE_FOLDER = "value"
@@ -413,23 +407,21 @@ class Logs:
 
     # vLLM
 
-    def compare_engine(self, samples: Any, log_p: torch.Tensor, limit: float, prefix: str = "") -> None:
+    def compare_engine(self, samples: Any, log_p: torch.Tensor, prefix: str = "") -> None:
         """[`engine_gap`] of a [`~trl_repulse.engine.units.CompletionSet`], if an engine drew it; `log_p` `(U, n, T)` are the model's."""
         if samples.engine_log_p is not None:
-            self.engine_gap((samples.engine_log_p - log_p).abs()[samples.mask == 1], limit, prefix)
+            self.engine_gap((samples.engine_log_p - log_p).abs()[samples.mask == 1], prefix)
 
-    def engine_gap(self, gap: torch.Tensor, limit: float, prefix: str = "") -> None:
-        """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns above `limit`."""
+    def engine_gap(self, gap: torch.Tensor, prefix: str = "") -> None:
+        """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns if they are large."""
         name = f"{prefix}sampling/sampling_logp_difference"
         moments = self.gathered(Moments.of(gap))
         self.record_moments({f"{name}/mean": mean, f"{name}/max": highest}, moments)
-        if moments.mean > limit:
+        if moments.mean > ENGINE_GAP:
             logger.warning_once(
-                "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's "
-                "(`vllm_logp_difference_threshold=%g`): the engine samples from another distribution than the model's, and "
-                "importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
+                "vLLM's log-probabilities of the samples are %.3f nats a token from the trainer's: the engine samples from another "
+                "distribution than the model's, and importance weights are off. Give both the same precision (`bf16`, the model's `dtype`).",
                 moments.mean,
-                limit,
             )
 
     def engine_ratio(self, ratio: torch.Tensor, mask: torch.Tensor, prefix: str = "") -> None:

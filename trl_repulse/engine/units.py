@@ -8,7 +8,7 @@ policy sample (n = 1) where it does not.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -226,8 +226,8 @@ class Drawing:
     """
     Draws samples through a trainer's hooks for generation and rewards. All processes call each method.
 
-    A draw passes through [`draw_own`], the trainer's `_generate`, TRL's, the trainer's `_generate_single_turn`, and back here through
-    [`generate_single_turn`], which draws extra samples in the same call of the model.
+    A draw passes through [`draw_own`], the trainer's `_generate`, TRL's, and the trainer's `_generate_single_turn`, where `joint` draws extra
+    samples in the same call of the model.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): Owner of TRL's hooks `_generate` and `_calculate_rewards`.
@@ -236,7 +236,9 @@ class Drawing:
 
     def __init__(self, trainer: Any, logs: Logs, tables: Tables):
         self._trainer, self._logs, self._tables = trainer, logs, tables
-        self._joint: JointDraw | None = None  # while policy samples and extra ones are drawn in one call
+        self.joint: JointDraw | None = (
+            None  # while policy samples and extra ones are drawn in one call; it keeps the extra ones
+        )
 
     # One call of a model for both kinds of samples
 
@@ -258,19 +260,12 @@ class Drawing:
         if separate or source.engine is not None or trainer.environment_factories is not None:
             yield
             return
-        self._joint = JointDraw(*sizes, source.sampler)  # which keeps the extra ones for `draw_extra`
+        self.joint = JointDraw(*sizes, source.sampler)  # which keeps the extra ones for `draw_extra`
         try:
             yield
         except BaseException:
-            self._joint = None
+            self.joint = None
             raise
-
-    def generate_single_turn(self, prompt_ids: list[list[int]], generate: Callable[..., Any]) -> Any:
-        """
-        Generates completions with `generate`, which takes prompts and `drawn_by`: which rows another sampler draws, and that sampler.
-        Extra samples drawn in the same call are kept for [`draw_extra`].
-        """
-        return generate(prompt_ids) if self._joint is None else self._joint.draw(prompt_ids, generate)
 
     # Samples with rewards
 
@@ -295,15 +290,15 @@ class Drawing:
         trainer, n, m = self._trainer, shape.unit, shape.extra_unit
         if m != n:
             rows = [row for row in rows[::n] for _ in range(m)]
-        if self._joint is not None:
-            self._joint.expect_others()
+        if self.joint is not None:
+            self.joint.expect_others()
         self._logs.prefix = f"{PROPOSAL_FOLDER}/"
         try:
             with sampling_from(trainer, source.engine, PROPOSAL_FOLDER, shape.extra, source.sampler):
                 with trainer._acting(rows) as acting_rows:
                     samples = self._draw(acting_rows, shape, m)
         finally:
-            self._joint, self._logs.prefix = None, ""
+            self.joint, self._logs.prefix = None, ""
         self._tables.record(samples, is_extra=True)
         # Where an environment does not always begin in the same way, extra samples have prompts of their own
         pairs = [(samples.prompt_ids, samples.prompt_mask), (units.prompt_ids, units.prompt_mask)]

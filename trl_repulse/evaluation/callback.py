@@ -111,13 +111,10 @@ class TailReportCallback(TrainerCallback):
             self._report(state.global_step, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        due = bool(state.global_step % self.every)
-        best = state.best_global_step if args.load_best_model_at_end else None
-        if not due and best not in (None, state.global_step):  # the last report is of another model
-            if self.history and self.history[-1]["update"] == state.global_step:
-                self.history.pop()
-            due = True
-        if due:
+        is_other = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
+        if is_other and self.history and self.history[-1]["update"] == state.global_step:
+            self.history.pop()  # of the model before the best one was loaded
+        if is_other or state.global_step % self.every:
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:

@@ -15,29 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from inspect_ai import Epochs, Task, task
+from inspect_ai import log as logs
+from inspect_ai import model as models
 from inspect_ai.dataset import MemoryDataset, Sample
-from inspect_ai.log import (
-    EvalConfig,
-    EvalDataset,
-    EvalLog,
-    EvalMetric,
-    EvalResults,
-    EvalSample,
-    EvalScore,
-    EvalSpec,
-    EvalStats,
-    read_eval_log,
-    write_eval_log,
-)
-from inspect_ai.model import (
-    ChatMessage,
-    ChatMessageAssistant,
-    ChatMessageSystem,
-    ChatMessageUser,
-    GenerateConfig,
-    ModelOutput,
-    get_model,
-)
 from inspect_ai.model._generate_config import active_generate_config
 from inspect_ai.scorer import Metric, SampleScore, Score, Scorer, Target, Value, metric, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
@@ -51,7 +31,7 @@ from ..generation.drawing import end_tokens
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state
-from .records import SampleSet, digest, finite_json, plain_json
+from .records import SampleSet, digest, plain_json
 
 
 _VIEWED = "worst answers"  # name of the task of logs that are written here
@@ -145,14 +125,14 @@ def as_trained() -> Solver:
     """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
-        api: Any = get_model().api
+        api: Any = models.get_model().api
         tokenizer = getattr(api, "tokenizer", None)
         if not hasattr(api, "hf_chat") or tokenizer is None:
             return state
         text = api.hf_chat(state.messages, [])
         given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
         (own,) = tokenize(tokenizer, [_prompt(state)])
-        length = get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
+        length = models.get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
         check_prompt_lengths([own], [_prompt(state)], api.model.config, length)
         if list(given) != list(own):
             raise ValueError(
@@ -203,11 +183,11 @@ def tail(
         scorer=reward(reward_model_path, reward_type, reward_kwargs, trust_remote_code),
         metrics=[prob_bad(threshold), cvar(level)],
         epochs=Epochs(num_samples, "mean"),
-        config=GenerateConfig(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_completion_length),
+        config=models.GenerateConfig(temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_completion_length),
     )
 
 
-_ROLES = {"user": ChatMessageUser, "assistant": ChatMessageAssistant, "system": ChatMessageSystem}
+_ROLES = {"user": models.ChatMessageUser, "assistant": models.ChatMessageAssistant, "system": models.ChatMessageSystem}
 
 
 def _sample(number: int, row: dict[str, Any]) -> Sample:
@@ -222,10 +202,10 @@ def _sample(number: int, row: dict[str, Any]) -> Sample:
     return Sample(input=prompt, id=number, metadata={"columns": row})
 
 
-def _messages(prompt: str | list[dict[str, Any]]) -> list[ChatMessage]:
+def _messages(prompt: str | list[dict[str, Any]]) -> list[models.ChatMessage]:
     """A prompt as messages of Inspect; those of a tool are shown as a user's."""
     rows = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [_ROLES.get(each["role"], ChatMessageUser)(content=each.get("content") or "") for each in rows]
+    return [_ROLES.get(each["role"], models.ChatMessageUser)(content=each.get("content") or "") for each in rows]
 
 
 def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], threshold: float | None = None) -> None:
@@ -275,29 +255,31 @@ def write_answers(
     columns = [TaskSamplesColumn(id=name) for name in ("sampleId", "input", "answer")]
     columns += [TaskSamplesColumn.score(name) for name in metrics]
     columns += [TaskSamplesColumn(id=x, visible=False) for x in ("sampleStatus", "target", "tokens", "duration")]
-    log = EvalLog(
+    log = logs.EvalLog(
         status="success",
-        eval=EvalSpec(
+        eval=logs.EvalSpec(
             created=now,
             task=_VIEWED,
-            dataset=EvalDataset(samples=len(rows)),
+            dataset=logs.EvalDataset(samples=len(rows)),
             model=model,
-            config=EvalConfig(),
+            config=logs.EvalConfig(),
             # What a model wrote is shown as plain text: no links, no images
             viewer=ViewerConfig(trust_content=False, task_samples_view=TaskSamplesView(name=_VIEWED, columns=columns)),
         ),
-        stats=EvalStats(started_at=now, completed_at=now),
-        results=EvalResults(
+        stats=logs.EvalStats(started_at=now, completed_at=now),
+        results=logs.EvalResults(
             total_samples=len(rows),
             completed_samples=len(rows),
             scores=[
-                EvalScore(name=name, scorer=name, metrics={key: EvalMetric(name=key, value=it[key]) for key in it})
+                logs.EvalScore(
+                    name=name, scorer=name, metrics={key: logs.EvalMetric(name=key, value=it[key]) for key in it}
+                )
                 for name, it in metrics.items()
             ],
         ),
         samples=[_shown(number, row, model) for number, row in enumerate(rows, 1)],
     )
-    write_eval_log(log, str(path))
+    logs.write_eval_log(log, str(path))
 
 
 def write_training_log(path: str | Path, output_dir: str | Path) -> None:
@@ -323,7 +305,7 @@ def write_training_log(path: str | Path, output_dir: str | Path) -> None:
     write_answers(path, rows, {"policy": {"mean": float(np.mean([row["policy"]["reward"] for row in rows]))}})
 
 
-def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> EvalSample:
+def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> logs.EvalSample:
     """A row of answers as a sample of a log."""
     worst = min(row.values(), key=lambda each: each["reward"])
     prompt = _messages(worst["prompt"])
@@ -333,17 +315,17 @@ def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> EvalSampl
         scores[name] = Score(
             value=float(f"{each['reward']:.3f}"),  # the metadata has the exact reward
             answer=text,
-            metadata=finite_json({key: it for key, it in each.items() if key != "completion"}),
+            metadata=plain_json({key: it for key, it in each.items() if key != "completion"}),
         )
         label = f"{name}, reward {each['reward']:.3g}:\n\n" if len(row) > 1 else ""
-        answers.append(ChatMessageAssistant(content=label + text))
-    return EvalSample(
+        answers.append(models.ChatMessageAssistant(content=label + text))
+    return logs.EvalSample(
         id=number,
         epoch=1,
         input=worst["prompt"] if isinstance(worst["prompt"], str) else prompt,
         target="",
         messages=[*prompt, *answers],
-        output=ModelOutput.from_content(model, worst["completion"]),
+        output=models.ModelOutput.from_content(model, worst["completion"]),
         scores=scores,
     )
 
@@ -364,7 +346,7 @@ def load_inspect_log(path: str | Path) -> SampleSet:
     """
     path = Path(path).expanduser()
     try:
-        log: EvalLog = read_eval_log(str(path))
+        log: logs.EvalLog = logs.read_eval_log(str(path))
     except Exception as error:  # of zip files, JSON and Inspect's checks
         raise ValueError(
             f"`{path}` cannot be read as a log of Inspect ({type(error).__name__}: {error}); name a finished log."
@@ -410,9 +392,7 @@ def load_inspect_log(path: str | Path) -> SampleSet:
     inputs = [row[0].input for row in rows.values()]
     # Without the random ids of messages
     inputs = [each if isinstance(each, str) else [[part.role, part.text] for part in each] for each in inputs]
-    drawn = log.plan.config.model_dump(exclude_none=True) | evaluated.model_generate_config.model_dump(
-        exclude_none=True
-    )
+    drawn = log.plan.config.merge(evaluated.model_generate_config).model_dump(exclude_none=True)
     settings = {"num_samples": epochs} | {name: value for name, value in drawn.items() if name not in _ELSEWHERE}
     header = {
         "model": {"name": evaluated.model, "weights": digest([evaluated.model, evaluated.model_args])},

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from .._numbers import is_bad
 from ..data._prompts import messages_fault, prompt_fault
-from ..data._tables import UNFIT, read_json_lines
+from ..data._tables import read_json_lines
 from .records import load_samples, write_atomically
 
 
@@ -127,21 +124,9 @@ def unpaired_rows(
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows to a `.jsonl` or `.parquet` file, atomically. Raises `ValueError` if parquet would change messages."""
-    if path.suffix == ".parquet":
-        try:
-            table = pa.Table.from_pylist(list(rows))
-        except UNFIT:
-            table = None
-        if table is None or repr(table.to_pylist()) != repr(list(rows)):
-            raise ValueError(
-                f"Messages cannot be kept as they are in `{path}`, whose columns give all of them the same keys, and all calls of tools "
-                "the same arguments; write a .jsonl."
-            )
-        write_atomically(path, lambda partial: pq.write_table(table, partial))
-    else:
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    """Writes rows to a file as JSON lines, atomically."""
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def _sides(

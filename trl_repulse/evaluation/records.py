@@ -9,7 +9,6 @@ Atomic writing of files, and the folder of held-out samples, of which a kill cos
 import hashlib
 import itertools
 import json
-import math
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -62,16 +61,7 @@ def write_report(path: Path | None, content: dict[str, Any]) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, plain_json(finite_json(content)))
-
-
-def finite_json(value: Any) -> Any:
-    """The value with text as keys, lists in place of tuples, and `None` in place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {str(key): finite_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_json(path, plain_json(content))
 
 
 def digest(content: Any) -> str:
@@ -81,8 +71,8 @@ def digest(content: Any) -> str:
 
 
 def plain_json(content: Any) -> Any:
-    """A value as it is after it was written as JSON and read again."""
-    return json.loads(json.dumps(content, default=_as_text))
+    """A value as it is after it was written as JSON and read again, with `None` in place of numbers that are not finite."""
+    return json.loads(json.dumps(content, default=_as_text), parse_constant=lambda name: None)
 
 
 def _as_text(value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._numbers import is_bad, plain, with_unit
 from . import tails
-from .records import SampleSet, finite_json, header_difference, remedy
+from .records import SampleSet, header_difference, plain_json, remedy
 from .tails import Estimate, crossed_interval
 
 
@@ -60,7 +60,7 @@ class TailReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes, `scope` and `one_sided` as a JSON value; infinite ends of intervals become `None`."""
-        return finite_json(asdict(self) | {"scope": self.scope, "one_sided": self.one_sided})
+        return plain_json(asdict(self) | {"scope": self.scope, "one_sided": self.one_sided})
 
     def to_markdown(self, per_prompt: bool = False) -> str:
         """The report as Markdown tables, with one for each prompt if `per_prompt`."""

@@ -183,7 +183,7 @@ def sample_completions(
     model = _load(model, "model", settings.dtype, settings.revision, state.device, **code)
     if settings.engine == "vllm" and getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with `trl-repulse merge`, or set "
+            f"`{name}` is an adapter, and `engine='vllm'` takes whole weights; merge it with PEFT's `merge_and_unload`, or set "
             "`engine='transformers'`."
         )
     reference_name = reference if isinstance(reference, str) else None

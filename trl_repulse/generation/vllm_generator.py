@@ -351,7 +351,7 @@ def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
         if getattr(model, "_hf_peft_config_loaded", False) and not is_peft_model(model):
             raise ValueError(
                 f"Model {name!r} has an adapter that transformers loaded, which vLLM cannot be given; load it with "
-                "`peft.AutoPeftModelForCausalLM`, or merge it with `trl-repulse merge`."
+                "`peft.AutoPeftModelForCausalLM`, or merge it with PEFT's `merge_and_unload`."
             )
 
 

@@ -64,28 +64,6 @@ def generalized_advantages(
     return advantages, advantages + values
 
 
-def masked_moments(
-    values: torch.Tensor, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor] = _alone
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Mean and (biased) variance of the values at the positions that count, over all processes.
-
-    Args:
-        values, mask (`torch.Tensor`):
-            Values and mask, both of shape (B, T).
-        reduce (`Callable`, *optional*):
-            Sums a tensor over processes. Called twice, since the variance is about the mean of all of them.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Two scalars, detached; 0 where no position counts.
-    """
-    require_shape("mask", mask, tuple(values.shape))
-    counted = values.detach()[mask != 0]
-    total, count = reduce(torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]))
-    mean = total / count.clamp(min=1)
-    return mean, reduce((counted - mean).square().sum()) / count.clamp(min=1)
-
-
 def whiten(
     values: torch.Tensor, mask: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor] = _alone
 ) -> torch.Tensor:
@@ -94,13 +72,19 @@ def whiten(
     become 0.
 
     Args:
-        values, mask, reduce:
-            As for [`masked_moments`].
+        values, mask (`torch.Tensor`):
+            Values and mask, both of shape (B, T).
+        reduce (`Callable`, *optional*):
+            Sums a tensor over processes. Called twice, since the (biased) variance is about the mean of all of them.
 
     Returns:
         `torch.Tensor`: Values of shape (B, T), 0 where masked, detached.
     """
-    mean, variance = masked_moments(values, mask, reduce)
+    require_shape("mask", mask, tuple(values.shape))
+    counted = values.detach()[mask != 0]
+    total, count = reduce(torch.stack([counted.sum(), counted.new_tensor(float(counted.numel()))]))
+    mean = total / count.clamp(min=1)
+    variance = reduce((counted - mean).square().sum()) / count.clamp(min=1)
     return ((values.detach() - mean) * torch.rsqrt(variance + 1e-8)).masked_fill(mask == 0, 0.0)
 
 

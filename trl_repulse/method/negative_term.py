@@ -318,9 +318,9 @@ class ExtraSamplesTerm(NegativeTerm):
 
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
         """As [`NegativeTerm.score`]; compares a vLLM engine's log-probabilities with the model's."""
-        extra, limit = units.extra_samples, self.args.vllm_logp_difference_threshold
+        extra = units.extra_samples
         if extra.engine_log_p is not None:
-            self.logs.compare_engine(extra, self.drawn_log_p(extra, scores), limit, f"{PROPOSAL_FOLDER}/")
+            self.logs.compare_engine(extra, self.drawn_log_p(extra, scores), f"{PROPOSAL_FOLDER}/")
         return scores
 
     def is_weighed(self, units: Units) -> bool:

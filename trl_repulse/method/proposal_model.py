@@ -7,7 +7,6 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
 from .._trl import add_fused_lm_head, create_model_from_path, validate_quantization_for_training
-from ..configs import NegativeTermConfig
 from ..engine.preparation import as_trained
 from ..engine.reward_functions import check_separate_rewards
 from ..engine.scoring import prepare_scoring
@@ -68,66 +67,64 @@ def _change_of_base(config: Any) -> str | None:
     return None
 
 
-def lends_reference(
-    model: "str | PreTrainedModel | PeftModel",
-    args: Any,
-    peft_config: "PeftConfig | None",
-    proposal_peft_config: "PeftConfig | None",
-) -> bool:
+def plan_proposal(
+    args: Any, model: Any, reward_funcs: Any, peft_config: Any, given: Any, own_config: Any
+) -> "tuple[bool, str | PreTrainedModel | None, list[PeftConfig | None]]":
     """
-    Whether the base of the proposal's adapter is the initial policy and can be its reference, if no `proposal_model` is given. It is not
-    if no reference is needed, or a moving one.
-    """
-    if args.beta == 0.0 or args.sync_ref_model or not args.has_proposal or args.fsdp:
-        return False
-    if policy_adapter(model, peft_config) is not None or adapter_config(model) is not None:
-        return False
-    return proposal_peft_config is not None and _change_of_base(proposal_peft_config) is None
+    Plans the proposal before TRL wraps or patches the policy. `given` and `own_config` are a trainer's `proposal_model` and
+    `proposal_peft_config`, the others its arguments of these names.
 
-
-def starting_point(
-    proposal_model: str | PreTrainedModel | None,
-    model: Any,
-    args: Any,
-    peft_config: "PeftConfig | None",
-    proposal_peft_config: "PeftConfig | None",
-) -> str | PreTrainedModel | None:
-    """
-    The model that the proposal starts from, before TRL wraps or patches the policy: the one that was passed, or a copy of the policy.
-    `None` if there is no proposal, or it is a second adapter over the policy's base.
+    Returns:
+        `tuple`: Whether the base of the proposal's adapter, which is the initial policy, is the reference too; the model that the proposal
+        starts from, `None` if there is no proposal or it is a second adapter over the policy's base; and all adapters that are sampled from.
 
     Raises:
         `ValueError`: If a proposal or its adapter is passed and has no use, if it is the policy itself, shares weights with it or is no
             language model, or if the policy's adapter has another name than PEFT's `default`.
     """
-    if not args.has_proposal:
-        for name, given in {"proposal_peft_config": proposal_peft_config, "proposal_model": proposal_model}.items():
-            if given is not None:
+    if not getattr(args, "has_proposal", False):
+        for name, value in {"proposal_peft_config": own_config, "proposal_model": given}.items():
+            if value is not None:
                 raise ValueError(
                     f"`{name}` is given, but the configuration builds no proposal; set `alpha` above 0 and "
                     f"`proposal='learned'`, or leave `{name}` out."
                 )
-        return None
+        return False, None, [peft_config]
     if not isinstance(model, str) and is_peft_model(model) and POLICY_ADAPTER not in model.peft_config:
         raise ValueError(
             f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, "
             f"{POLICY_ADAPTER!r}."
         )
-    if proposal_model is not None:
-        if proposal_model is model and not isinstance(model, str):
-            raise ValueError(
-                "`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made."
-            )
-        check_language_model(proposal_model, "`proposal_model`")
-        if not isinstance(proposal_model, str) and not isinstance(model, str):
-            own_weights = is_peft_model(proposal_model) or (proposal_peft_config or peft_config) is None
-            check_separate(
-                *(proposal_model, "`proposal_model`", model, "`model`"),
-                trained=(own_weights, peft_config is None),
-                remedy="pass `copy.deepcopy` of it, made before either has an adapter, or leave it out to have a proposal made.",
-            )
-        return proposal_model
-    return None if shares_base(model, args, peft_config, proposal_peft_config) else copy_unpatched(model)
+    proposal = given
+    if given is not None:
+        _check_given(given, model, peft_config, own_config)
+    elif not shares_base(model, args, peft_config, own_config):
+        proposal = copy_unpatched(model)
+    check_separate_rewards(
+        reward_funcs, proposal, "`proposal_model`", trained=own_config is None and peft_config is None
+    )
+    of_policy = policy_adapter(model, peft_config)
+    adapters = [peft_config, own_config, adapter_config(proposal)]
+    if proposal is None and own_config is None:
+        adapters.append(of_policy)  # once more, of a proposal over its base
+    whole = given is None and of_policy is None and adapter_config(model) is None
+    needed = args.beta != 0.0 and not args.sync_ref_model and not args.fsdp  # a reference that stays
+    lends_base = whole and needed and own_config is not None and _change_of_base(own_config) is None
+    return lends_base, proposal, adapters
+
+
+def _check_given(given: Any, model: Any, peft_config: Any, own_config: Any) -> None:
+    """Refuses a `proposal_model` that is the policy, shares weights with it, or is no language model."""
+    if given is model and not isinstance(model, str):
+        raise ValueError("`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made.")
+    check_language_model(given, "`proposal_model`")
+    if not isinstance(given, str) and not isinstance(model, str):
+        own_weights = is_peft_model(given) or (own_config or peft_config) is None
+        check_separate(
+            *(given, "`proposal_model`", model, "`model`"),
+            trained=(own_weights, peft_config is None),
+            remedy="pass `copy.deepcopy` of it, made before either has an adapter, or leave it out to have a proposal made.",
+        )
 
 
 def build_proposal(
@@ -138,7 +135,7 @@ def build_proposal(
     quantization_config: Any = None,
 ) -> SecondModel:
     """
-    Makes the second model of a trainer, after its policy, from what [`starting_point`] gave.
+    Makes the second model of a trainer, after its policy, from the model that [`plan_proposal`] gave.
 
     A path or id is loaded with the trainer's `model_init_kwargs`. An adapter over the policy's base is added to the policy's model. The
     policy's `peft_config` is used if there is no `proposal_peft_config`.
@@ -212,24 +209,3 @@ def _ready(
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("`proposal_model` has nothing to train; load its adapter with `is_trainable=True`.")
     return model.train()  # activation checkpointing works in training mode alone
-
-
-def plan_proposal(
-    args: Any, model: Any, reward_funcs: Any, peft_config: Any, given: Any, own_config: Any
-) -> "tuple[bool, str | PreTrainedModel | None, list[PeftConfig | None]]":
-    """
-    Whether a proposal's base is the reference, what the proposal starts from, and all adapters that are sampled from, before TRL
-    wraps or patches the policy. `given` and `own_config` are the trainer's `proposal_model` and `proposal_peft_config`.
-    """
-    adapters = [peft_config]
-    if not isinstance(args, NegativeTermConfig):
-        return False, None, adapters
-    lends_base = given is None and lends_reference(model, args, peft_config, own_config)
-    proposal = starting_point(given, model, args, peft_config, own_config)
-    check_separate_rewards(
-        reward_funcs, proposal, "`proposal_model`", trained=own_config is None and peft_config is None
-    )
-    adapters += [own_config, adapter_config(proposal)]
-    if proposal is None and own_config is None and args.has_proposal:
-        adapters.append(policy_adapter(model, peft_config))  # once more, of a proposal over its base
-    return lends_base, proposal, adapters

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import (
@@ -20,9 +20,6 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ._model_checks import check_forward_pass, check_language_model, vocab_size
 
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 _TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
 
@@ -41,9 +38,7 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
             model, loading = auto_class.from_pretrained(name, output_loading_info=True, **options)
             missing = sorted(loading["missing_keys"])
         else:
-            # In the precision of the base, as transformers loads an adapter
-            model = load_adapter(auto_class, name, autocast_adapter_dtype=False, **options).get_base_model()
-            model._hf_peft_config_loaded, missing = True, []  # transformers' mark of a base with an adapter
+            model, missing = _load_adapter(auto_class, name, **options), []
     except RuntimeError as error:
         raise ValueError(f"The {part} `{name}` cannot be loaded: {_mismatch(name, error, options)}") from error
     except (OSError, ValueError, SafetensorError, ImportError) as error:
@@ -53,18 +48,11 @@ def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrai
     return model
 
 
-def load_adapter(
-    auto_class: Any,
-    name: str,
-    base: str | None = None,
-    revision: str | None = None,
-    autocast_adapter_dtype: bool = True,
-    **options: Any,
-) -> "PeftModel":
-    """Loads an adapter over its base (or over `base`) in evaluation mode; resizes the base's vocabulary if training
-    did. `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a wrong kind of
-    adapter or missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the base cannot
-    be loaded or does not fit, `ImportError` without PEFT."""
+def _load_adapter(auto_class: Any, name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
+    """Loads an adapter into the layers of its base, in evaluation mode and the base's precision; resizes the base's
+    vocabulary if training did. `revision` belongs to the adapter, `options` go to the base. Raises `ValueError` for a
+    wrong kind of adapter or missing weights (the caller adds the adapter's name), `OSError` or `RuntimeError` if the
+    base cannot be loaded or does not fit, `ImportError` without PEFT."""
     if not is_peft_available():
         raise ImportError('an adapter needs peft; run `pip install "trl-repulse[peft]"`.')
     from peft import PeftConfig, PeftModel, load_peft_weights
@@ -76,25 +64,26 @@ def load_adapter(
         raise ValueError(
             f"the adapter is of another kind of model (`task_type={config.task_type}`); give one of this kind."
         )
-    source = base or config.base_model_name_or_path
+    source = config.base_model_name_or_path
     if not source:
-        raise ValueError("the adapter does not say over which model it was trained; merge it with `--base_model`.")
-    base_revision = None if base else config.revision
-    model, loading = auto_class.from_pretrained(source, output_loading_info=True, revision=base_revision, **options)
+        raise ValueError(
+            "the adapter does not say over which model it was trained; set `base_model_name_or_path` in its `adapter_config.json`."
+        )
+    model, loading = auto_class.from_pretrained(source, output_loading_info=True, revision=config.revision, **options)
     _resize(model, load_peft_weights(name, device="cpu", revision=revision))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            adapted = PeftModel.from_pretrained(
-                model, name, revision=revision, autocast_adapter_dtype=autocast_adapter_dtype
-            )
+            adapted = PeftModel.from_pretrained(model, name, revision=revision, autocast_adapter_dtype=False)
         except UserWarning as error:
             raise ValueError(f"the adapter lacks weights; save it again. ({str(error)[:200]})") from error
     own = [key for key, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     missing = [key for key in sorted(loading["missing_keys"]) if key.rpartition(".")[0] not in own]
     if missing:
         raise ValueError(f"its base `{source}` {_lacks(missing, model)}")
-    return adapted.eval()
+    model = adapted.eval().get_base_model()
+    model._hf_peft_config_loaded = True  # transformers' mark of a base with an adapter
+    return model
 
 
 def load_config(name: str, part: str, revision: str | None = None, **options: Any) -> PretrainedConfig:

@@ -81,7 +81,7 @@ class GRPOLossTrainer(BaseTrainer):
             return
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask]
-        self._logs_of_run.engine_gap(gap, self.args.vllm_logp_difference_threshold)
+        self._logs_of_run.engine_gap(gap)
         self._logs_of_run.engine_ratio(batch["importance_sampling_ratio"], mask)
 
     def _engine_ratios(self, units: Units) -> torch.Tensor:

@@ -10,10 +10,9 @@ import contextlib
 import copy
 import functools
 import math
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import torch
 from accelerate.logging import get_logger
@@ -127,20 +126,14 @@ Datasets: TypeAlias = (
 )
 
 
-@dataclass(frozen=True)
-class SecondModelArguments:
-    """A trainer's arguments on second models, which TRL's trainers do not have."""
+class SecondModelArguments(TypedDict, total=False):
+    """A trainer's arguments on second models, which TRL's trainers do not have. `_takes` of a class names those that it has."""
 
-    proposal_model: str | PreTrainedModel | None = None
-    proposal_peft_config: "PeftConfig | None" = None
-    value_model: str | PreTrainedModel | None = None
-    value_peft_config: "PeftConfig | None" = None
-    proposal_environment_factory: "Callable | dict[str, Callable] | None" = None
-
-    def models(self) -> dict[str, Any]:
-        """The models that were passed, by the names of their arguments."""
-        models = {"proposal_model": self.proposal_model, "value_model": self.value_model}
-        return {name: model for name, model in models.items() if model is not None}
+    proposal_model: "str | PreTrainedModel | None"
+    proposal_peft_config: "PeftConfig | None"
+    proposal_environment_factory: "Callable | dict[str, Callable] | None"
+    value_model: "str | PreTrainedModel | None"
+    value_peft_config: "PeftConfig | None"
 
 
 class BaseTrainer(GRPOTrainer):
@@ -151,32 +144,26 @@ class BaseTrainer(GRPOTrainer):
         model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
         optimizers, quantization_config, peft_config, tools, rollout_func, environment_factory:
             As for [`~trl.GRPOTrainer`].
-        second (`SecondModelArguments`, *optional*):
-            A proposal, a value model, and what belongs to them.
+        second (`SecondModelArguments`):
+            By name: a proposal, a value model, and what belongs to them.
     """
 
     # TRL's
     args: Any
     model: Any
-    accelerator: Any
     state: Any
     train_dataset: Any
     ref_model: Any
-    beta: Any
-    reward_funcs: Any
     processing_class: Any
     data_collator: Any
     vllm_generation: Any
-    pad_to_multiple_of: Any
     num_generations: Any
     num_generations_eval: Any
     max_completion_length: Any
     chat_template_kwargs: Any
-    hub_model_id: Any
     loss_is_scaled_for_ga: Any
     _config_cls: Any
     _metrics: Any
-    _buffered_inputs: Any
     # Markdown that the model card shows under "Measured"; set by evaluation callbacks
     tail_report: str | None = None
     # Numbers by name, for the card's metadata (`model-index`); set by evaluation callbacks
@@ -194,6 +181,7 @@ class BaseTrainer(GRPOTrainer):
         )
         for prefix in ("", "*/")
     )
+    _takes: tuple[str, ...] = ()  # of `SecondModelArguments`
     proposal: SecondModel | None = None
     _negative: NegativeTerm | None = None
     # What steps are made of
@@ -222,12 +210,14 @@ class BaseTrainer(GRPOTrainer):
         tools: "list[Callable] | None" = None,
         rollout_func: "Callable | None" = None,
         environment_factory: "Callable | dict[str, Callable] | None" = None,
-        *,
-        second: SecondModelArguments | None = None,
+        **second: Unpack[SecondModelArguments],
     ):
-        second = self._second_arguments = second or SecondModelArguments()
+        if unknown := sorted(second.keys() - set(self._takes)):
+            raise TypeError(f"{type(self).__name__} takes no argument `{unknown[0]}`.")
+        self._second = second
         self.second_models: dict[str, SecondModel] = {}  # by folder
-        check_arguments(self._config_cls, args, model=model, **second.models())
+        models = {name: second.get(name) for name in ("proposal_model", "value_model")}
+        check_arguments(self._config_cls, args, model=model, **models)
         args = self._configuration(model, args)
         _trl.require_hooks()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
@@ -244,10 +234,10 @@ class BaseTrainer(GRPOTrainer):
         for name, dataset in by_name(train_dataset, eval_dataset).items():
             check_column_names(getattr(dataset, "column_names", None) or (), f"`{name}`")
         lends_base, proposal, adapters = plan_proposal(
-            args, model, reward_funcs, peft_config, second.proposal_model, second.proposal_peft_config
+            args, model, reward_funcs, peft_config, second.get("proposal_model"), second.get("proposal_peft_config")
         )
-        check_adapters(model, *adapters)
-        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **second.models())
+        check_adapters(model, *adapters, second.get("value_peft_config"))
+        check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **models)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
         if reward_funcs is not None:
@@ -380,7 +370,7 @@ class BaseTrainer(GRPOTrainer):
 
     def _add_proposal(self, model: Any, lends_base: bool, peft_config: Any, quantization_config: Any) -> None:
         """Adds the proposal; its base is the reference if `lends_base`."""
-        own_config = self._second_arguments.proposal_peft_config
+        own_config = self._second.get("proposal_peft_config")
         self.proposal = build_proposal(model, self, peft_config, own_config, quantization_config)
         self.second_models[PROPOSAL_FOLDER] = self.proposal
         self._guard_model("proposal", self.proposal.module)
@@ -526,7 +516,8 @@ class BaseTrainer(GRPOTrainer):
         def generate(prompts: list[list[int]], drawn_by: tuple[list[bool], Sampler] | None = None) -> Any:
             return self._generate_rows(prompts, drawn_by, *args, **kwargs)
 
-        return self._drawing.generate_single_turn(prompt_ids, generate)
+        joint = self._drawing.joint
+        return generate(prompt_ids) if joint is None else joint.draw(prompt_ids, generate)
 
     def _generate_rows(
         self, prompt_ids: list[list[int]], drawn_by: tuple[list[bool], Sampler] | None, *args: Any, **kwargs: Any

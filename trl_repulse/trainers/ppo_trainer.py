@@ -4,20 +4,18 @@ Axis letters: B rows of a generation batch or of a micro-batch, L prompt tokens,
 """
 
 import textwrap
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model, set_seed
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from .._trl import disable_gradient_checkpointing
 from ..configs import PPOConfig
-from ..data._checks import check_adapters
 from ..engine.logs import Moments, mean, share_explained
 from ..engine.preparation import VALUE_MODEL, as_trained
 from ..engine.resume import RESUME_STATE
-from ..engine.reward_functions import RewardFunc, check_separate_rewards
+from ..engine.reward_functions import check_separate_rewards
 from ..engine.scoring import Layout, prepare_scoring
 from ..engine.second_model import VALUE_FOLDER, SecondModel, build_value_model, check_value_model, token_values
 from ..engine.trl_bridge import without_kl
@@ -28,11 +26,6 @@ from ..models._deepspeed import zero_stage
 from ..models._loading import check_same_tokens
 from ..models._model_checks import check_separate
 from ._grpo_loss import GRPOLossTrainer
-from .base_trainer import SecondModelArguments
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 
 class _HoldPolicy(TrainerCallback):
@@ -105,32 +98,16 @@ class PPOTrainer(GRPOLossTrainer):
             }"""),
     }
     _config_cls = PPOConfig
+    _takes: tuple[str, ...] = ("value_model", "value_peft_config")
     _withheld = (*GRPOLossTrainer._withheld, *RESUME_STATE)
     _dropped = (*GRPOLossTrainer._dropped, "frac_reward_zero_std")  # of groups
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
-        args: PPOConfig | None = None,
-        *rest: Any,
-        value_model: str | PreTrainedModel | None = None,
-        value_peft_config: "PeftConfig | None" = None,
-        second: SecondModelArguments | None = None,
-        **options: Any,
-    ):
-        check_adapters(None, value_peft_config)
-        second = replace(
-            second or SecondModelArguments(), value_model=value_model, value_peft_config=value_peft_config
-        )
-        super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
     def _add_value_model(self) -> None:
         """
         Checks the value model that was built before the trainer, and makes it a second model with an optimizer of its own. Raises a
         `ValueError` if it has other tokens than the policy or cannot be trained with these settings.
         """
-        value, value_model = self._initial_value, self._second_arguments.value_model
+        value, value_model = self._initial_value, self._second.get("value_model")
         prepare_scoring(base_of(value))
         with as_trained(self, value):
             check_value_model(value, self.model)
@@ -152,17 +129,18 @@ class PPOTrainer(GRPOLossTrainer):
             self.add_callback(_HoldPolicy(self))
 
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
-        second = self._second_arguments
-        value_model, proposal_model = second.value_model, second.proposal_model
+        second: Any = self._second
+        value_model, proposal_model = second.get("value_model"), second.get("proposal_model")
+        value_peft_config = second.get("value_peft_config")
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         init_kwargs["device_map"] = None
         if value_model is not None and value_model != model:
             init_kwargs.pop("revision", None)  # the policy's
-        value_is_adapter = second.value_peft_config is not None or adapter_config(value_model) is not None
+        value_is_adapter = value_peft_config is not None or adapter_config(value_model) is not None
         if value_is_adapter and quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
         set_seed(args.seed)  # a new adapter is drawn from it, as TRL draws the policy's
-        value = build_value_model(model if value_model is None else value_model, init_kwargs, second.value_peft_config)
+        value = build_value_model(model if value_model is None else value_model, init_kwargs, value_peft_config)
         keep_4bit_trainable(value, "`value_model`")
         check_separate_rewards(reward_funcs, value, "`value_model`", trained=True)  # it may be a copy of one
         if not isinstance(model, str) and value_model is not None:

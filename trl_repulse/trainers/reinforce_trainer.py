@@ -151,8 +151,7 @@ class ReinforceTrainer(BaseTrainer):
     def _compare_engine(self, units: Units, scores: SetScores) -> None:
         """Compares a vLLM engine's log-probabilities with the model's."""
         if units.own.engine_log_p is not None:
-            limit = self.args.vllm_logp_difference_threshold
-            self._logs_of_run.compare_engine(units.own, scores.of(OWN, units.own), limit)
+            self._logs_of_run.compare_engine(units.own, scores.of(OWN, units.own))
 
     def _loss(self, units: Units, scores: SetScores) -> torch.Tensor:
         """[`~trl_repulse.math.objective.repulse_loss`] of the samples that have weights."""

@@ -6,10 +6,9 @@ from typing import Any
 from ..configs import RePULSeGRPOConfig
 from ..engine.records import REPULSE_PAPER
 from ..engine.resume import RESUME_STATE
-from ..method.environments import Factory, ProposalWorld, check_acting
+from ..method.environments import ProposalWorld, check_acting
 from ..models._deepspeed import zero_stage
 from ._grpo_loss import GRPOLossTrainer
-from .base_trainer import SecondModelArguments
 
 
 class RePULSeGRPOTrainer(GRPOLossTrainer):
@@ -63,21 +62,12 @@ class RePULSeGRPOTrainer(GRPOLossTrainer):
     _name = "RePULSe with GRPO"
     _paper = REPULSE_PAPER
     _config_cls = RePULSeGRPOConfig
+    _takes = ("proposal_model", "proposal_peft_config", "proposal_environment_factory")
     _withheld = (*GRPOLossTrainer._withheld, *RESUME_STATE)
     _proposal_world: ProposalWorld | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        proposal_model: Any = None,
-        proposal_peft_config: Any = None,
-        proposal_environment_factory: Factory | dict[str, Factory] | None = None,
-        **options: Any,
-    ):
-        second = SecondModelArguments(
-            proposal_model, proposal_peft_config, proposal_environment_factory=proposal_environment_factory
-        )
-        super().__init__(*args, second=second, **options)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         if self.tools and not self.use_vllm and self.accelerator.num_processes > 1:
             if zero_stage(self.accelerator) == 3 or self.is_fsdp_enabled:
                 raise ValueError(
@@ -85,10 +75,10 @@ class RePULSeGRPOTrainer(GRPOLossTrainer):
                     "wait for each other. Set `use_vllm=True`, or launch with DDP or ZeRO-2."
                 )
         if self.tools and self.args.draws_twice:
-            self._proposal_world = ProposalWorld(self, proposal_environment_factory)
+            self._proposal_world = ProposalWorld(self, self._second.get("proposal_environment_factory"))
 
     def _check_turns(self, args: RePULSeGRPOConfig, **given: Any) -> None:
-        check_acting(args, given, self._second_arguments.proposal_environment_factory)
+        check_acting(args, given, self._second.get("proposal_environment_factory"))
 
     def _acting(self, rows: list[dict[str, Any]]) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
         return super()._acting(rows) if self._proposal_world is None else self._proposal_world.acting(rows)

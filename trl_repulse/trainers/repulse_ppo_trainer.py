@@ -5,7 +5,6 @@ from typing import Any
 from ..configs import RePULSePPOConfig
 from ..engine.records import REPULSE_PAPER
 from ..method.environments import refuse_acting
-from .base_trainer import SecondModelArguments
 from .ppo_trainer import PPOTrainer
 
 
@@ -48,10 +47,8 @@ class RePULSePPOTrainer(PPOTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse", "ppo"]
     _name = "RePULSe with PPO"
     _config_cls = RePULSePPOConfig
+    _takes = (*PPOTrainer._takes, "proposal_model", "proposal_peft_config")
     _paper = REPULSE_PAPER
-
-    def __init__(self, *args: Any, proposal_model: Any = None, proposal_peft_config: Any = None, **options: Any):
-        super().__init__(*args, second=SecondModelArguments(proposal_model, proposal_peft_config), **options)
 
     def _check_turns(self, args: RePULSePPOConfig, **given: Any) -> None:
         refuse_acting(args, given)

@@ -1,21 +1,15 @@
 """RePULSe: REINFORCE on the policy's samples, and a negative term that pushes down samples which find its bad outputs."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..configs import RePULSeConfig
 from ..engine.resume import RESUME_STATE
 from ..engine.scoring import SetScores
 from ..engine.units import Shape, Units
 from ..method.negative_term import NegativeTerm
-from .base_trainer import SecondModelArguments
 from .reinforce_trainer import ReinforceTrainer
-
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 
 class RePULSeTrainer(ReinforceTrainer):
@@ -77,20 +71,8 @@ class RePULSeTrainer(ReinforceTrainer):
     _tag_names = ["trl", "trl-repulse", "repulse"]
     _name = "RePULSe"
     _config_cls = RePULSeConfig
+    _takes = ("proposal_model", "proposal_peft_config")
     _withheld = (*ReinforceTrainer._withheld, *RESUME_STATE)
-
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: RePULSeConfig | None = None,
-        *rest: Any,
-        proposal_model: str | PreTrainedModel | None = None,
-        proposal_peft_config: "PeftConfig | None" = None,
-        **options: Any,
-    ):
-        second = SecondModelArguments(proposal_model, proposal_peft_config)
-        super().__init__(model, reward_funcs, args, *rest, second=second, **options)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if self._negative is None:

@@ -17,7 +17,6 @@ from ...data._texts import completion_texts
 from ...data.loading import CONTEXT, in_context
 from ...engine.reward_functions import with_checks
 from ...models._loading import load_model, load_tokenizer
-from ...models._model_checks import check_token_ids
 from ...rewards.loading import load_reward
 from .._generation import Engine, as_function, evaluate_rewards, hashed_seed, process_state, transformers_engine
 from .._identity import identify_model, identify_reward, warn_of_names
@@ -196,18 +195,14 @@ def load_table(
         raise ValueError(
             f"No targets: {where} has no rows; give it at least one, with {' and '.join(map(repr, columns))}."
         )
-    found = list(dict.fromkeys(str(name) for row in rows for name in row))
-    for name in columns:
-        if name not in found:
-            raise ValueError(
-                f"There is no column '{name}' in {where}, only {', '.join(map(repr, found))}; name its columns in a first line, "
-                f"{' and '.join(map(repr, columns))} among them."
-            )
     table = []
     for number, row in enumerate(rows[:max_targets], 1):
         for name in columns:
             if not isinstance(row.get(name), str) or row[name].strip().lower() in _EMPTY:
-                raise ValueError(f"Row {number} of {where} has no `{name}`; fill it, or take the row out.")
+                raise ValueError(
+                    f"Row {number} of {where} has no `{name}` (its columns: {', '.join(map(repr, row))}); name the column in the first "
+                    "line, and fill it in each row."
+                )
         goal = in_context(row["goal"], row.get(CONTEXT)) if scenario == "behaviors" else ""
         table.append(TableRow(number, goal, row["target"]))
     return table
@@ -274,9 +269,7 @@ def _attack_and_judge(
     config, tokenizer = attack.config, attack.tokenizer
     assert isinstance(config, GCGEvaluationConfig)
     prompt = _build_prompt(tokenizer, row, config)
-    attacked = prompt.splice(prompt.suffix_ids)
-    check_token_ids([attacked, prompt.target_ids], attack.model.config)
-    check_context(attack.model.config, len(attacked), max(len(prompt.target_ids), config.max_new_tokens))
+    check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), config.max_new_tokens)
     typed = prompt.encode([""])[0]
     if not typed:  # there is no goal, and the tokenizer puts no token before a text
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from ...configs._checks import require, require_at_least
-from ...generation.drawing import generating_by, growing_cache, with_cache
+from ...generation.drawing import Sampler, generating_by, growing_cache, with_cache
 from ...models._adapters import base_of, in_mode
 
 
@@ -47,14 +47,8 @@ class Component:
 
     def logits(self, of_policy: torch.Tensor, of_model: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of the tokens that are changed, from logits (..., V) of the policy and of `model`."""
-        logits = of_model
-        if self.share != 1:
-            logits = (1 - self.share) * of_policy + self.share * of_model
-        if self.temperature != 1:
-            logits = logits / self.temperature
-        if self.bias is not None:
-            logits = logits + self.bias.to(logits)
-        return logits
+        logits = of_model if self.share == 1 else (1 - self.share) * of_policy + self.share * of_model
+        return Sampler(self.temperature, self.bias)(logits)
 
     def log_prob(
         self, of_policy: torch.Tensor, of_model: torch.Tensor, completion: torch.Tensor, counts: torch.Tensor

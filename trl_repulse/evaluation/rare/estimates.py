@@ -36,7 +36,7 @@ class Diagnostics:
     contributes x = w · v, its weight times its depth v, which is 1, or t − r for a CVaR.
 
     Args:
-        tail_samples, policy_tail_samples (`int`): Completions in the tail, and those of them that the policy drew.
+        tail_samples (`int`): Completions in the tail.
         ess, max_weight_share (`float`):
             Effective number of completions, (Σx)² / Σx², and the largest share of Σx of a single one.
         variance_ess (`float`): The same behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable.
@@ -56,7 +56,6 @@ class Diagnostics:
     """
 
     tail_samples: int
-    policy_tail_samples: int
     ess: float
     max_weight_share: float
     variance_ess: float
@@ -174,7 +173,6 @@ def _round_up(number: float) -> int:
 
 def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
     """Diagnostics from log-weights (P, N), −inf outside of the tail, and log v (P, N), by default 0; both in nats."""
-    in_tail = log_w > -torch.inf
     log_depth = torch.zeros_like(log_w) if log_depth is None else log_depth
     log_x = log_w + log_depth
     shift = log_x.max().clamp(min=torch.finfo(log_x.dtype).min)  # finite, even if all are −inf
@@ -190,8 +188,7 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
     mean, variance = stratified_mean(x, sample.counts)
     drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
-        tail_samples=int(in_tail.sum()),
-        policy_tail_samples=int(in_tail[:, : sample.counts[0]].sum()),
+        tail_samples=int((log_w > -torch.inf).sum()),
         ess=total**2 / squares if squares else 0.0,
         max_weight_share=float(x.max()) / total if total else 0.0,
         variance_ess=squares**2 / float(x.pow(4).sum()) if squares else 0.0,

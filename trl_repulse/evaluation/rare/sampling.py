@@ -177,7 +177,6 @@ def find_temperature(
     divergence: float = 2.0,
     *,
     num_samples: int = 16,
-    max_prompts: int = 16,
     chat_template_kwargs: dict[str, Any] | None = None,
     batch_size: int = 64,
     seed: int = 0,
@@ -186,23 +185,21 @@ def find_temperature(
     The temperature, above 1 and at most 10, at which a model's completions diverge from those at temperature 1 by so
     many nats.
 
-    KL(q ‖ q at the temperature) of whole completions, averaged over prompts, is estimated from completions drawn at
-    temperature 1, exactly at each token.
+    KL(q ‖ q at the temperature) of whole completions, averaged over prompts (at most 16, spread over all), is estimated from
+    completions drawn at temperature 1, exactly at each token.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or `peft.PeftModel`): The proposal q. Its training mode is restored.
         divergence (`float`, *optional*, defaults to `2.0`): In nats, above 0 and finite.
         num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
-        max_prompts (`int`, *optional*, defaults to `16`): Largest number of prompts used, spread over all.
         tokenizer, prompts, max_completion_length, chat_template_kwargs, batch_size, seed:
             As in [`draw`]; prompts are plain text or messages.
     """
     if not 0 < divergence < float("inf"):
         raise ValueError(f"`divergence={divergence}` must be above 0, and finite.")
-    sizes = {"num_samples": num_samples, "max_prompts": max_prompts, "batch_size": batch_size}
-    check_sizes(max_completion_length=max_completion_length, **sizes)
+    check_sizes(max_completion_length=max_completion_length, num_samples=num_samples, batch_size=batch_size)
     prompts = as_dataset(prompts)[:]["prompt"]
-    chosen = prompts[:: -(-len(prompts) // max_prompts)]
+    chosen = prompts[:: -(-len(prompts) // 16)]
     check_causal(model, "`model`")
     guard, seeds = probe_shared(model), _seeds(seed)
     engine = transformers_engine(model, tokenizer, max_completion_length, batch_size, guard=guard)
