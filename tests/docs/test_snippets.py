@@ -18,7 +18,7 @@ import sys
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.worlds import shop, two_tokens
 from trl_repulse import embedded
@@ -190,6 +190,7 @@ def prepare(page, world):
         folder = "out/checkpoint-500" if page == "docs/checkpoints.md" else "out"
         shutil.rmtree(world / "out")
         get_peft_model(AutoModelForCausalLM.from_pretrained("my-policy"), adapter).save_pretrained(world / folder)
+        AutoTokenizer.from_pretrained("my-policy").save_pretrained(world / folder)  # as a trainer does
     if page == "docs/inspect.md":
         flags = (
             "--model out --prompts prompts.jsonl --reward_model_path judge --num_samples 8 --max_completion_length 4"
