@@ -161,6 +161,7 @@ class BaseTrainer(GRPOTrainer):
     num_generations_eval: Any
     max_completion_length: Any
     chat_template_kwargs: Any
+    hub_model_id: Any
     loss_is_scaled_for_ga: Any
     _config_cls: Any
     _metrics: Any
