@@ -79,6 +79,7 @@ MISTAKES = {
         "has the `label` 'maybe'; write 1 (truly bad), 0, or nothing",
     ),
     "changed text": ((3, "completion", "another"), "Row 4 of `", "was changed; restore it"),
+    "changed count": ((0, "times", "2"), "was changed; restore it"),
     "no number": ((0, "times", "many"), "its numbers cannot be read; restore it"),
     "other samples": ((0, "samples", "samples-of-x"), "belongs to other samples (`samples-of-x`", "or draw again"),
     "other threshold": ((1, "threshold", "-3"), "has another `threshold` than the rows above; read one file"),

@@ -351,6 +351,8 @@ def test_ctl_refuses():
         ctl_coefficients(*one, w, b.mask[:, :1])
     assert torch.equal(ctl_coefficients(*one, w, b.mask[:, :1], second_term=False), b.mask[:, :1])
     w = normalize_weights(b.log_w)
+    with pytest.raises(ValueError, match="parameterization"):
+        ctl_coefficients(b.now, b.q, b.p, w, b.mask, parameterization="full")
     with pytest.raises(ValueError, match="normalized_w"):
         ctl_coefficients(b.now, b.q, b.p, w[:, :1], b.mask)
     with pytest.raises(ValueError, match="coefficients"):

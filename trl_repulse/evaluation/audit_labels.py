@@ -10,6 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from .records import load_samples
 STRATA = ("bad", "near", "ordinary")
 PARTS = (4, 3, 1)  # the share of the labels left that each stratum gets, inverted
 NEAR_SHARE = 0.01  # of the completions that are not bad, those with the lowest scores are near the threshold
-COLUMNS = ("index", "times", "prompt", "completion", "label", "samples", "column", "threshold", "near_up_to")
+COLUMNS = ("index", "times", "prompt", "completion", "label", "samples", "column", "threshold", "near_up_to", "check")
 LABELS = {"1": True, "bad": True, "yes": True, "true": True, "0": False, "good": False, "no": False, "false": False}
 
 
@@ -144,7 +145,7 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
         for place in np.random.default_rng(seed).permutation(len(rows)):
             index, times = rows[place]
             texts = _safe(scored.prompts[index]), _safe(scored.completions[index])
-            writer.writerow((index, times, *texts, "", *design))
+            writer.writerow((index, times, *texts, "", *design, _check(index, times, *design)))
     return [len(indices) for indices in chosen]
 
 
@@ -216,7 +217,8 @@ def read_labels(path: Path, scored: Scored) -> Labels:
             raise ValueError(f"{where} has another `threshold` than the rows above; read one file at a time.")
         texts = _text(row["prompt"]), _text(row["completion"])
         of_index = index < len(scored.prompts) and (_lines(scored.prompts[index]), _lines(scored.completions[index]))
-        if texts != of_index:
+        fields = (index, times, identity, scored.column, f"{edges[0]:.15g}", f"{edges[1]:.6g}")
+        if texts != of_index or row["check"] != _check(*fields):
             raise ValueError(f"{where} was changed; restore it, and write into the column `label` alone.")
         if index in places:
             raise ValueError(f"{where} is there twice; delete one.")
@@ -231,6 +233,10 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         truly_bad[strata[index]] += times * label
     assert design is not None
     return Labels(*design, tuple(labelled), tuple(truly_bad), unlabelled)
+
+
+def _check(*fields: Any) -> str:
+    return f"row-{hashlib.sha256(json.dumps([str(each) for each in fields]).encode()).hexdigest()[:12]}"
 
 
 def _safe(text: str) -> str:

@@ -85,6 +85,8 @@ def ctl_coefficients(
     require_shape("log_q", log_q, tuple(log_q_now.shape))
     require_shape("log_p", log_p, tuple(log_q_now.shape))
     require_shape("normalized_w", normalized_w, tuple(log_q_now.shape[:-1]))
+    if parameterization not in ("token", "prefix"):
+        raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
     running = mask != 0
     now, then, p = (zero_masked(x, mask).detach() for x in (log_q_now, log_q, log_p))
     w = normalized_w.detach().unsqueeze(-1).to(now.dtype)  # (P, N, 1)
