@@ -36,8 +36,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 TIMEOUT = 600  # seconds
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # environment, one thread a process
-# Imports, which take longer than five updates, are made once, in a process that others are forked from; what is not
-# installed is left out
+# Imports, which take longer than five updates, are made once, in a process that others are forked from; what is not installed is left out
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["deepspeed", "peft", "tests.evaluation_support", "tests.recorded"])
 
@@ -252,8 +251,7 @@ def leave() -> None:
     """
     Ends a process whose results are written.
 
-    Gloo's threads may abort it where the process group is destroyed, or left to the interpreter's exit, after another process
-    has gone.
+    Gloo's threads may abort it where the process group is destroyed, or left to the interpreter's exit, after another process has gone.
     """
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

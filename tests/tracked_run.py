@@ -1,7 +1,6 @@
 """A run that reports to the trackers named on the command line; prints the last metrics that wandb has, as JSON.
 
-In a process of its own: trackers read their environment once, and keep services running. Not a test; see
-`test_trackers.py`.
+In a process of its own: trackers read their environment once, and keep services running. Not a test; see `test_trackers.py`.
 """
 
 import json

@@ -37,10 +37,8 @@ KEEP_DATE = (
 
 
 def describe_error(error: BaseException) -> str:
-    """
-    An error in one line: its message, or its class if it has none, and its notes. If a reward function raised it, also the
-    innermost line outside of installed packages, Python and this library.
-    """
+    """An error in one line: its message, or its class if it has none, and its notes. If a reward function raised it, also the innermost
+    line outside of installed packages, Python and this library."""
     # The message of a KeyError is only the key
     message = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)
     parts = [message or type(error).__name__, *getattr(error, "__notes__", ())]
@@ -83,6 +81,7 @@ def from_reward(error: BaseException) -> bool:
 
 
 def _place(error: BaseException) -> str | None:
+    """File and line of the innermost frame of a user's code below the call of a reward function."""
     frames = traceback.extract_tb(error.__traceback__)
     callers = [i for i, frame in enumerate(frames) if frame.filename == CALLER]
     inside = frames[callers[-1] + 1 :] if callers else []
@@ -91,6 +90,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def _is_library(filename: str) -> bool:
+    """Whether a file is of an installed package, of this one or of Python's library, not the user's own."""
     path = Path(filename)
     return (
         filename.startswith("<")

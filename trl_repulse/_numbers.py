@@ -25,11 +25,9 @@ _WORDS = {
 
 
 def is_bad(rewards: Any, threshold: float) -> Any:
-    """
-    Whether rewards (an array or a number) are under a threshold; false for NaN. All code that counts bad outputs calls this, or
+    """Whether rewards (an array or a number) are under a threshold; false for NaN. All code that counts bad outputs calls this, or
     [`~trl_repulse.math.objective.is_below`] for tensors. Both compare in float32, in which trainers keep rewards: a reward of 0.7 is not
-    under 0.7, however it was stored.
-    """
+    under 0.7, however it was stored."""
     rewards = c_float(rewards).value if isinstance(rewards, float | int) else rewards.astype("float32")
     return rewards < c_float(threshold).value
 

@@ -27,11 +27,9 @@ def learning_rate_for(parameters: int, adapter: bool) -> float:
 
 
 def bad_threshold_for(rewards: np.ndarray) -> float:
-    """
-    The reward below which an output is bad, from rewards of shape (n,), finite and not all equal. It is about the 2 % quantile, or the
+    """The reward below which an output is bad, from rewards of shape (n,), finite and not all equal. It is about the 2 % quantile, or the
     middle of a gap that separates the lowest 0.5 to 10 % of the samples. It is rounded to a tenth of the power of ten of the standard
-    deviation, or less if that changed the share of bad samples by more than half. If no reward is below it, only the lowest is bad.
-    """
+    deviation, or less if that changed the share of bad samples by more than half. If no reward is below it, only the lowest is bad."""
     low = _gap(rewards)
     low = float(np.quantile(rewards, LOW)) if low is None else low
     share = is_bad(rewards, low).mean()

@@ -18,9 +18,7 @@ logger = get_logger(__name__)
 
 # Oldest and newest TRL that the tests were run with
 TESTED = ("1.15", "1.16")
-_ADVICE = (
-    f"Install a TRL that trl-repulse was tested with ({TESTED[0]} to {TESTED[1]}), or look for a newer trl-repulse."
-)
+_ADVICE = f"Install a TRL that trl-repulse was tested with ({' to '.join(TESTED)}), or look for a newer trl-repulse."
 
 # None of these modules is part of a public API. They go when TRL or transformers exports the names, or a public equivalent appears.
 try:
@@ -149,10 +147,8 @@ def hook_changes() -> list[str]:
 
 
 def require_hooks() -> None:
-    """
-    Raises a `RuntimeError` with a TRL or transformers in which anything of [`HOOKS`] has moved. Warns once, on the main process, of a TRL
-    newer than those tested. Accelerate's state must be initialized, as by a configuration.
-    """
+    """Raises a `RuntimeError` with a TRL or transformers in which anything of [`HOOKS`] has moved. Warns once, on the main process, of a
+    TRL newer than those tested. Accelerate's state must be initialized, as by a configuration."""
     changes = hook_changes()
     if changes:
         raise RuntimeError(
@@ -176,10 +172,8 @@ def require_known_options(options: dict[str, Any]) -> None:
 
 
 def check_scoring_on_cpu() -> None:
-    """
-    Raises `ValueError` if TRL's own scoring needs an accelerator, as that of 1.15, whose kernel is written in Triton. Way out: TRL 1.16 or
-    newer as the oldest that is supported.
-    """
+    """Raises `ValueError` if TRL's own scoring needs an accelerator, as that of 1.15, whose kernel is written in Triton. Way out: TRL 1.16
+    or newer as the oldest that is supported."""
     if getattr(trl_utils, "_ChunkedLogProbFunction", True) is None:
         raise ValueError(
             f"TRL {version('trl')} scores completions with a kernel that needs Triton and a GPU. Install TRL 1.16 to train with `alpha=0` "

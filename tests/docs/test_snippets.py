@@ -1,9 +1,8 @@
 """
 What the pages tell users to run: Python blocks are executed, commands are read by their own parsers, and short ones run.
 
-Both find, in their folder, a tiny model under every path and Hub id that the pages name (`world`), so that the text runs as it is
-printed. Only sizes are cut (`SIZES`), and what a run needs on a CPU is added. What they upload goes to a
-stand-in for the Hub.
+Both find, in their folder, a tiny model under every path and Hub id that the pages name (`world`), so that the text runs as it is printed.
+Only sizes are cut (`SIZES`), and what a run needs on a CPU is added. What they upload goes to a stand-in for the Hub.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def test_the_last_report_is_of_the_best_model_if_that_is_loaded(make, prompts, m
     trainer.train()
     assert trainer.state.best_global_step == 1
     assert [entry["update"] for entry in callback.history] == [every, 4]
-    assert callback.history[-1]["report"]["mean"].value == callback._sample().mean()
+    assert callback.history[-1]["report"]["mean"].value == callback._draw_rewards().mean()
     logged = [entry["tail/mean"] for entry in trainer.state.log_history if "tail/mean" in entry]
     assert logged[-1] == callback.history[-1]["report"]["mean"].value and len(logged) == 2 + (every == 2)
 

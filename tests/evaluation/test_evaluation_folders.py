@@ -159,7 +159,7 @@ def test_rewards_are_given_what_is_drawn_and_the_other_columns(tmp_path, model_d
     draws = draw([AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])], tokenizer, prompts, judge, (4,), 2)
     assert draws.sample.rewards.tolist() == [[1.0] * 4, [2.0] * 4]
     callback = TailReportCallback(make(ReinforceTrainer, reward_funcs=judge), prompts, num_samples=4)
-    assert callback._sample().tolist() == [[[1.0] * 4, [2.0] * 4]]
+    assert callback._draw_rewards().tolist() == [[[1.0] * 4, [2.0] * 4]]
 
 
 # vLLM

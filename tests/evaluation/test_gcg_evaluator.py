@@ -146,7 +146,7 @@ def test_ended_at_three_moments(model, tokenizer, output, tmp_path, monkeypatch)
 
     config = evaluation_config(save_responses=True)
     for module, name, number in (
-        (evaluator, "_evaluate", 2),
+        (evaluator, "_attack_and_judge", 2),
         (evaluator, "evaluate_rewards", 1),
         (records.os, "replace", 1),
     ):

@@ -2,9 +2,8 @@
 
 Axis letters: P prompts, S sequences (all V^T strings, cut after the first end token), T tokens, V vocabulary.
 
-The proposal draws each token with probability 1/4 or 2/4, so a finite *population* of 4^T strings per prompt has
-exactly its distribution: taken as the N samples, self-normalised weights are exact, and an estimator must give its
-expectation.
+The proposal draws each token with probability 1/4 or 2/4, so a finite *population* of 4^T strings per prompt has exactly its distribution:
+taken as the N samples, self-normalised weights are exact, and an estimator must give its expectation.
 """
 
 import itertools

@@ -1,8 +1,7 @@
 """Each variant of RePULSe, by configuration, moves both models where it should, against a control, by exact evaluation.
 
-The proposal must end with more of its mass on bad outputs than it started with; the policy must end with less than
-REINFORCE leaves in the same number of updates, which lowers it too. 16 samples a prompt, so that the margins are well
-beyond what the seed changes.
+The proposal must end with more of its mass on bad outputs than it started with; the policy must end with less than REINFORCE leaves in the
+same number of updates, which lowers it too. 16 samples a prompt, so that the margins are well beyond what the seed changes.
 """
 
 import math

@@ -25,7 +25,6 @@ tags:
 
 
 def add_card(parser: Any) -> None:
-    """Declares `--card`."""
     text = "folder of the model, on whose card (README.md) the report is written"
     parser.add_argument("--card", metavar="MODEL_DIR", type=Path, help=text)
 
@@ -71,11 +70,9 @@ def check_measured(
 def write_on_card(
     folder: Path, heading: str, text: str, metrics: Mapping[str, Estimate], data: str, confidence: float
 ) -> None:
-    """
-    Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier
-    section with the heading and its metrics. A model without a card gets one. `data` says what the model was measured on, and
-    `confidence` is the nominal coverage of the intervals. Metrics that are not finite are left out.
-    """
+    """Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier section
+    with the heading and its metrics. A model without a card gets one. `data` says what the model was measured on, and `confidence` is the
+    nominal coverage of the intervals. Metrics that are not finite are left out."""
     card = _read_card(folder)
     results = [each for each in card.data.eval_results or [] if each.dataset_type != heading]
     for name, estimate in metrics.items():

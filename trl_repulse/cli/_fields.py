@@ -26,6 +26,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice; PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
+        """PyYAML's step that reads a mapping. Raises a `ValueError` that names the key and both lines."""
         node, seen = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -88,11 +89,9 @@ class Parser(argparse.ArgumentParser):
                     self._option_string_actions |= dict.fromkeys(action.option_strings, action)
 
     def set_defaults_from(self, path: Path) -> None:
-        """
-        Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their
-        flags and the others by their `dest`. Of a training command's file other commands take [`OF_TRAINING`] alone. Raises a
-        `ValueError` for an unknown name or a value that an argument does not take.
-        """
+        """Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their flags
+        and the others by their `dest`. Of a training command's file other commands take [`OF_TRAINING`] alone. Raises a `ValueError` for an
+        unknown name or a value that an argument does not take."""
         # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
         named = {name.lstrip("-"): each for each in actions for name in each.option_strings or [each.dest]}
@@ -182,11 +181,8 @@ def add_prompts(group: Any, required: bool) -> None:
     group.add_argument("--prompts", required=required, help="file or data set of prompts")
     group.add_argument("--split", default="train", help="split of a data set (train)")
     group.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
-    group.add_argument(
-        "--apply_chat_template",
-        action="store_true",
-        help="make plain prompts messages of a user, in the chat template",
-    )
+    text = "make plain prompts messages of a user, in the chat template"
+    group.add_argument("--apply_chat_template", action="store_true", help=text)
 
 
 def named_prompts(args: argparse.Namespace) -> Any:
@@ -219,7 +215,7 @@ def parse_boolean(value: str) -> bool:
 
 
 def parse_object(value: str) -> dict[str, Any]:
-    """A JSON object."""
+    """A JSON object, from the text of a flag. [`_from_file`] takes a mapping of a YAML file as it is."""
     try:
         parsed = json.loads(value)
     except ValueError as error:
@@ -296,11 +292,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
 
 
 # Arguments that name a file to write -> its endings, if it needs one
-_OUTPUTS: dict[str, tuple[str, ...]] = {
-    "output": (),
-    "figure": (".png", ".pdf", ".svg"),
-    "inspect_log": (".eval",),
-}
+_OUTPUTS: dict[str, tuple[str, ...]] = {"output": (), "figure": (".png", ".pdf", ".svg"), "inspect_log": (".eval",)}
 # Arguments that name what is read; only names with these endings are files wherever they are
 _INPUTS = """
     model_name_or_path model policy reference value_model_path reward_model_path
@@ -360,14 +352,15 @@ class _Stream(io.FileIO):
             return len(data)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_about_cpu(record: logging.LogRecord) -> bool:
+    """A filter of logging that drops DeepSpeed's line that there is no GPU."""
     return "Setting accelerator to CPU" not in str(record.msg)
 
 
 def keep_writing() -> None:
     """Makes output safe: readers may leave, the shell may have closed a stream, and letters that the locale lacks are escaped.
     Streams with which a caller has replaced Python's stay. DeepSpeed, if it is installed, does not say that there is no GPU."""
-    logging.getLogger("DeepSpeed").addFilter(_is_news)
+    logging.getLogger("DeepSpeed").addFilter(_is_not_about_cpu)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

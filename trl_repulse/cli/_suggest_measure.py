@@ -128,11 +128,9 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, 
 def _gain(
     policy: _Policy, places: list[int], tokens: list[list[int]], rewards: np.ndarray
 ) -> tuple[float, float] | None:
-    """
-    The gain of the extra samples that training would draw, with the better of two samplers, and its standard error: the second moment of an
-    estimate of P(bad) from 2n samples of the policy p, over that from n of it and n extra ones, weighed by their mixture m. From bad
-    samples with importance weights w: Σw / Σw·(p / m). `None` if too few are bad to tell.
-    """
+    """The gain of the extra samples that training would draw, with the better of two samplers, and its standard error: the second moment of
+    an estimate of P(bad) from 2n samples of the policy p, over that from n of it and n extra ones, weighed by their mixture m. From bad
+    samples with importance weights w: Σw / Σw·(p / m). `None` if too few are bad to tell."""
     finite = rewards[np.isfinite(rewards)]
     if finite.size < 2 or finite.min() == finite.max():
         return None  # which is refused
@@ -166,12 +164,10 @@ def _gain(
 def measure_updates(
     args: argparse.Namespace, found: Suggestion, measured: Measured, prompts: Any, function: Any
 ) -> Updates:
-    """
-    Trains the model that `args` name, on `prompts` with the reward `function`, with the settings `found`, for two updates in each precision:
-    of at least [`FEWEST`] prompts, and once more of as many as the plan has in an update, or as do not take long, since a prompt takes less
-    time in a large update. Says what it does, and keeps no file. Returns what the last updates that fit into memory took. Raises a
-    `ValueError` if not even one prompt fits.
-    """
+    """Trains the model that `args` name, on `prompts` with the reward `function`, with the settings `found`, for two updates in each
+    precision: of at least [`FEWEST`] prompts, and once more of as many as the plan has in an update, or as do not take long, since a prompt
+    takes less time in a large update. Says what it does, and keeps no file. Returns what the last updates that fit into memory took. Raises
+    a `ValueError` if not even one prompt fits."""
     n = found.values["num_generations"]
     most = found.values["train_batch_size"] // n
     aim = A_MEASUREMENT if args.minutes is None else min(A_MEASUREMENT, 60 * args.minutes / 50)
@@ -221,12 +217,11 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     values = {name: value for name, value in found.values.items() if name != "train_batch_size"}
-    size = count * found.values["num_generations"]
     more = {"chat_template_kwargs": args.chat_template_kwargs, "trust_remote_code": args.trust_remote_code}
     with tempfile.TemporaryDirectory() as folder:
         config = RePULSeConfig(
             output_dir=folder,
-            per_device_train_batch_size=size,
+            per_device_train_batch_size=count * found.values["num_generations"],
             max_steps=2,
             bf16=bf16,
             use_cpu=not torch.accelerator.is_available(),

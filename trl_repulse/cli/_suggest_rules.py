@@ -77,7 +77,6 @@ class Suggestion:
     warnings: list[str] = field(default_factory=list)
 
     def set(self, name: str, value: Any, reason: str) -> None:
-        """Adds a setting."""
         self.values[name], self.reasons[name] = value, reason
 
     def to_text(self) -> str:
@@ -103,9 +102,7 @@ def sample_report(measured: Measured) -> str:
     """The samples in a few numbers, and those with the lowest rewards."""
     values, lengths = measured.rewards.ravel(), measured.lengths
     rewards = values[np.isfinite(values)]
-    quantiles = ", ".join(
-        f"{np.quantile(rewards, level):.3g} ({level:.0%})" for level in (0.02, 0.25, 0.5, 0.75, 0.98)
-    )
+    quantiles = ", ".join(f"{np.quantile(rewards, q):.3g} ({q:.0%})" for q in (0.02, 0.25, 0.5, 0.75, 0.98))
     lines = [
         f"{values.size} samples of {len(lengths)} prompts: reward {rewards.mean():.3g} on average, {rewards.min():.3g} to "
         f"{rewards.max():.3g}, quantiles {quantiles}; {lengths.mean():.0f} tokens on average.",
@@ -279,6 +276,7 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshol
 
 
 def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
+    """Sets the learning rate by the number of parameters."""
     full, adapter = (learning_rate_for(parameters, each) for each in (False, True))
     found.set(
         "learning_rate",
@@ -303,11 +301,7 @@ def planned_update(found: Suggestion, updates: Updates, minutes: float | None) -
 
 
 def plan(
-    found: Suggestion,
-    measured: Measured,
-    updates: Updates,
-    max_steps: int | None = None,
-    minutes: float | None = None,
+    found: Suggestion, measured: Measured, updates: Updates, max_steps: int | None = None, minutes: float | None = None
 ) -> None:
     """Sets precision, batch and number of updates from what updates took, so that training and an evaluation fit into `minutes`. Raises a
     `ValueError` if no update fits."""
@@ -352,10 +346,9 @@ def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -
         f"folder and `--model out` after training, {count // each} prompts and `--num_samples {each}`; then `trl-repulse compare`."
     )
     # A difference of 2.8 standard errors is seen four times of five
-    lowest = [
-        q for q in p * np.linspace(0, 1, 200, endpoint=False) if p - q > 2.8 * math.sqrt((p - p**2 + q - q**2) / count)
-    ]
-    shown = f"that P(bad) falls from {p:.2g} to {max(lowest):.2g} or less" if lowest else "no fall of P(bad)"
+    q = p * np.linspace(0, 1, 200, endpoint=False)
+    seen = q[p - q > 2.8 * np.sqrt((p - p**2 + q - q**2) / count)]
+    shown = f"that P(bad) falls from {p:.2g} to {seen.max():.2g} or less" if seen.size else "no fall of P(bad)"
     few = f" Rule of thumb: P(bad) has hardly moved by update {steps}; {FEW} are few." if steps < FEW else ""
     found.notes["what this can show"] = (
         f"{shown}, and that the reward changes by {2.8 * rewards.std() * math.sqrt(2 / count):.2g} or more (four times of five).{few}"
@@ -364,11 +357,8 @@ def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -
 
 def _spread_within(rewards: np.ndarray) -> float | None:
     """Standard deviation within a prompt, or `None` if no prompt has two samples."""
-    counts = np.isfinite(rewards).sum(axis=1)
-    several = rewards[counts > 1]
-    if not len(several):
-        return None
-    return float(np.sqrt(np.nanvar(several, axis=1, ddof=1).mean()))
+    several = rewards[np.isfinite(rewards).sum(axis=1) > 1]
+    return float(np.sqrt(np.nanvar(several, axis=1, ddof=1).mean())) if len(several) else None
 
 
 def _comment(text: str) -> list[str]:
@@ -380,11 +370,9 @@ def _plain(value: Any) -> str:
 
 
 def _abbreviated(number: float) -> str:
-    """A count with the unit that fits: 135M, 1.24B."""
-    return next(
-        (f"{number / size:.3g}{unit}" for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= size),
-        f"{number:g}",
-    )
+    """A count of at least 1 with the unit that fits: 135M, 1.24B."""
+    size, unit = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if number >= each[0])
+    return f"{number / size:.3g}{unit}"
 
 
 def largest_divisor(number: int, most: float) -> int:

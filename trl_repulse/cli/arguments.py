@@ -13,15 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
-from .. import embedded
-from ..configs import (
-    NegativeTermConfig,
-    PPOConfig,
-    ReinforceConfig,
-    RePULSeConfig,
-    RePULSeGRPOConfig,
-    RePULSePPOConfig,
-)
+from .. import configs, embedded
 from ..configs._checks import own_precision, parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, check_inputs, split_config
@@ -113,12 +105,12 @@ class _GRPOConfig(WholePrompts, GRPOConfig):
 
 # Training command -> dataclasses of its own arguments and of the trainer's configuration
 ARGUMENTS: dict[str, tuple[type, type]] = {
-    "repulse": (TrainingScriptArguments, RePULSeConfig),
-    "reinforce": (TrainingScriptArguments, ReinforceConfig),
-    "ppo": (PPOScriptArguments, PPOConfig),
+    "repulse": (TrainingScriptArguments, configs.RePULSeConfig),
+    "reinforce": (TrainingScriptArguments, configs.ReinforceConfig),
+    "ppo": (PPOScriptArguments, configs.PPOConfig),
     "grpo": (TrainingScriptArguments, _GRPOConfig),
-    "repulse-ppo": (PPOScriptArguments, RePULSePPOConfig),
-    "repulse-grpo": (TrainingScriptArguments, RePULSeGRPOConfig),
+    "repulse-ppo": (PPOScriptArguments, configs.RePULSePPOConfig),
+    "repulse-grpo": (TrainingScriptArguments, configs.RePULSeGRPOConfig),
 }
 
 
@@ -150,9 +142,8 @@ class FieldsParser(Parser, TrlParser):
 
 
 _EPILOG = (
-    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port "
-    "29501; --accelerate_config FILE names its configuration file. They may be in the file of --config too. "
-    "`accelerate launch --help` lists them."
+    "Flags of `accelerate launch` are passed on to it, such as --num_processes 4, --multi_gpu or --main_process_port 29501; "
+    "--accelerate_config FILE names its configuration file. They may be in the file of --config too. `accelerate launch --help` lists them."
 )
 # Fields of TRL and transformers that `--help` lists
 _COMMON = """
@@ -195,7 +186,7 @@ class TrainingParser(FieldsParser):
         # What a subclass adds comes first
         own = {cls: [n for base in cls.__mro__ for n in inspect.get_annotations(base)] for cls in (config, script)}
         values = SimpleNamespace(**{action.dest: action.default for action in self._actions})
-        if issubclass(config, NegativeTermConfig):
+        if issubclass(config, configs.NegativeTermConfig):
             config.fill_in(values)  # what is unset
         sections = {
             f"{config.__name__}: the method": [name for name in own[config] if name not in shared],

@@ -18,7 +18,6 @@ _TAKEN = "num_samples max_completion_length seed batch_size shard_size dtype rev
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("folder", metavar="OUTPUT_DIR", type=Path, help="folder for the answers, one an attack")
     parser.add_argument("--model", required=True, help="path or Hub id of the model that is attacked")
     add_prompts(parser, required=True)

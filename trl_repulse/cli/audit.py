@@ -9,7 +9,6 @@ from ._fields import add_options, check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help="folder of `evaluate`, or log of Inspect")
     parser.add_argument("labels", metavar="LABELS", type=Path, nargs="?", help="CSV file to write or to read")
     drawing = parser.add_argument_group("drawing")

@@ -9,14 +9,8 @@ from .evaluate import write_log
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument(
-        "folders",
-        metavar="SAMPLES_DIR",
-        type=Path,
-        nargs="+",
-        help="two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first",
-    )
+    text = "two or more folders that `evaluate` wrote, for the same prompts; each is compared with the first"
+    parser.add_argument("folders", metavar="SAMPLES_DIR", type=Path, nargs="+", help=text)
     add_options(parser, "thresholds", required=True)
     add_options(parser, "confidence", "output", "inspect_log", "partial")
     parser.add_argument("--figure", metavar="FILE", type=Path, help="draw P(bad) of each model, and the differences")

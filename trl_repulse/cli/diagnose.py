@@ -11,7 +11,6 @@ from ._fields import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("folder", metavar="OUT", type=Path, help="output_dir of a run, or one of its checkpoints")
     add_options(parser, "output", "inspect_log")
     parser.epilog = "Exit status: 0 if no symptom is seen, 1 if one is, 2 if there is no log that can be read."
@@ -36,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format(diagnosis: Diagnosis) -> str:
+    """What the command prints, as Markdown."""
     lines = [f"- {finding}" for finding in diagnosis.findings] or ["No symptom is seen."]
     if len(lines) > 1:
         lines.insert(0, "Begin with the first symptom; the others may be its consequences.")

@@ -29,31 +29,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument(
-        "folders",
-        metavar="SAMPLES_DIR",
-        type=Path,
-        nargs="+",
-        help="folder of samples: with --model to write to or to finish, without it to read; several are several models",
-    )
+    text = "folder of samples: with --model to write to or to finish, without it to read; several are several models"
+    parser.add_argument("folders", metavar="SAMPLES_DIR", type=Path, nargs="+", help=text)
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--model", help="path or Hub id of the model to sample from; none: only read")
     add_prompts(sampling, required=False)
     add_reward(sampling)
-    sampling.add_argument(
-        "--reward",
-        dest="rewards",
-        metavar="JSON",
-        type=parse_object,
-        action="append",
-        help="in place of the three above, and once for each of several rewards: type, path and further arguments in one, "
-        """such as '{"reward_type": "toxicity", "reward_model_path": "my/model", "max_length": 300}'""",
-    )
+    text = "in place of the three above, and once for each of several rewards: type, path and further arguments in one, such as "
+    text += """'{"reward_type": "toxicity", "reward_model_path": "my/model", "max_length": 300}'"""
+    sampling.add_argument("--reward", dest="rewards", metavar="JSON", type=parse_object, action="append", help=text)
     sampling.add_argument("--reference", help="path or Hub id of the model that the KL is measured against")
-    sampling.add_argument(
-        "--engine_kwargs", metavar="JSON", type=parse_object, help="further arguments of vLLM's engine"
-    )
+    text = "further arguments of vLLM's engine"
+    sampling.add_argument("--engine_kwargs", metavar="JSON", type=parse_object, help=text)
     add_options(sampling, "trust_remote_code")
     for name, options in SETTINGS.items():
         sampling.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
@@ -63,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_argument("--quantiles", type=float, nargs="+", default=[], help="levels of quantiles; of one model")
     reading.add_argument("--column", default="reward", help="column to read (reward)")
     add_options(reading, "confidence", "output")
-    reading.add_argument(
-        "--per_prompt", action="store_true", help="print a table for each prompt as well; of one model"
-    )
+    text = "print a table for each prompt as well; of one model"
+    reading.add_argument("--per_prompt", action="store_true", help=text)
     add_options(reading, "partial", "inspect_log")
     add_card(reading)
     parser.set_defaults(run=run)
@@ -141,10 +127,9 @@ def _load_rewards(args: argparse.Namespace) -> Any:
         return load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
         raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
-    named = ("reward_type", "reward_model_path")
     return [
-        load_reward(*map(each.get, named), **{name: it for name, it in each.items() if name not in named})
-        for each in args.rewards
+        load_reward(each.pop("reward_type", None), each.pop("reward_model_path", None), **each)
+        for each in map(dict, args.rewards)
     ]
 
 
@@ -173,8 +158,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
-        metrics = {
-            with_unit(f"mean {report.column}" if name == "mean" else name): it for name, it in report.overall.items()
-        }
+        mean = f"mean {report.column}"
+        metrics = {with_unit(mean if name == "mean" else name): it for name, it in report.overall.items()}
         text = f"{report.to_markdown()}\n\n{samples[0].conditions}"
         write_on_card(args.card, "Held-out samples", text, metrics, data, report.confidence)

@@ -7,7 +7,6 @@ from .arguments import FieldsParser
 
 
 def build_parser() -> FieldsParser:
-    """The parser of the command."""
     parser = FieldsParser((GCGRunArguments, GCGEvaluationConfig), prog="trl-repulse gcg")
     parser.take_training_names()
     return parser

@@ -11,7 +11,6 @@ from ._fields import add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("results", metavar="FOLDER", help="folder that `trl-repulse gcg` wrote")
     parser.add_argument(
         "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
@@ -37,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_on_card(args: argparse.Namespace, header: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Adds the report and its rates to the model card `args.card`."""
     metrics = {
         f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
         for threshold, rates in summary["thresholds"].items()

@@ -7,25 +7,14 @@ from ._fields import check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="file to write, .jsonl")
-    parser.add_argument(
-        "sources",
-        metavar="SOURCE",
-        type=Path,
-        nargs="+",
-        help="negatives.jsonl of a run, another file of prompt, completion and reward, or a folder of samples (see `evaluate`)",
-    )
-    parser.add_argument("--threshold", type=float, required=True, help="reward under which a completion is bad")
-    parser.add_argument(
-        "--margin", type=float, default=0.0, help="how far above the threshold a completion is good (0)"
-    )
-    parser.add_argument(
-        "--format", choices=("preference", "unpaired"), default="preference", help="TRL's format (preference)"
-    )
-    parser.add_argument(
-        "--max_bad", type=int, metavar="N", help="bad completions of a prompt, the worst ones (all of them)"
-    )
+    add = parser.add_argument
+    add("output", metavar="OUTPUT", type=Path, help="file to write, .jsonl")
+    text = "negatives.jsonl of a run, another file of prompt, completion and reward, or a folder of samples (see `evaluate`)"
+    add("sources", metavar="SOURCE", type=Path, nargs="+", help=text)
+    add("--threshold", type=float, required=True, help="reward under which a completion is bad")
+    add("--margin", type=float, default=0.0, help="how far above the threshold a completion is good (0)")
+    add("--format", choices=("preference", "unpaired"), default="preference", help="TRL's format (preference)")
+    add("--max_bad", type=int, metavar="N", help="bad completions of a prompt, the worst ones (all of them)")
     parser.set_defaults(run=run)
 
 

@@ -10,17 +10,12 @@ from ._fields import add_options, add_prompts, add_reward, named_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     models = parser.add_argument_group("models")
-    models.add_argument(
-        "policy", metavar="POLICY", nargs="?", help="path or Hub id of the model, full weights or an adapter"
-    )
+    text = "path or Hub id of the model, full weights or an adapter"
+    models.add_argument("policy", metavar="POLICY", nargs="?", help=text)
     models.add_argument("--model", help="the same, as in the file of a training command; POLICY wins over it")
-    models.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="the model before training, which may still draw outputs that the policy has unlearned",
-    )
+    text = "the model before training, which may still draw outputs that the policy has unlearned"
+    models.add_argument("--reference", metavar="MODEL", help=text)
     models.add_argument("--proposal", metavar="MODEL", nargs="+", default=[], help="proposals, of one or several runs")
     add_options(models, "dtype", "trust_remote_code")
     add_reward(parser.add_argument_group("reward"))
@@ -29,27 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(drawing, "chat_template_kwargs", "seed")
     add_options(drawing, "batch_size", default=64)
     drawing.add_argument("--max_completion_length", type=int, required=True, help="tokens of a completion")
-    drawing.add_argument(
-        "--num_samples",
-        type=int,
-        default=1000,
-        help="completions a prompt: at least half from the policy, 1/16 for a first pilot (1000)",
-    )
-    drawing.add_argument(
-        "--num_proposal_samples",
-        type=int,
-        help="completions a prompt from each proposal and each hotter copy, without a pilot; 0: plain sampling",
-    )
-    drawing.add_argument(
-        "--divergence",
-        metavar="NATS",
-        type=float,
-        help="nats from each proposal to a hotter copy of it, which draws too; 0: none (2)",
-    )
+    text = "completions a prompt: at least half from the policy, 1/16 for a first pilot (1000)"
+    drawing.add_argument("--num_samples", type=int, default=1000, help=text)
+    text = "completions a prompt from each proposal and each hotter copy, without a pilot; 0: plain sampling"
+    drawing.add_argument("--num_proposal_samples", type=int, help=text)
+    text = "nats from each proposal to a hotter copy of it, which draws too; 0: none (2)"
+    drawing.add_argument("--divergence", metavar="NATS", type=float, help=text)
     estimates = parser.add_argument_group("estimates")
-    estimates.add_argument(
-        "--threshold", type=float, nargs="+", default=[], help="rewards under which an output is bad"
-    )
+    text = "rewards under which an output is bad"
+    estimates.add_argument("--threshold", type=float, nargs="+", default=[], help=text)
     estimates.add_argument("--level", type=float, nargs="+", default=[], help="levels of CVaR, such as 1e-4")
     add_options(estimates, "confidence", "output")
     parser.set_defaults(run=run)

@@ -46,11 +46,8 @@ SHOWN = ("reward", "return", "kl", "bad_fraction", "entropy", "proposal/reward",
 def load_data(
     script_args: TrainingScriptArguments, args: Any, model_name: str
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
-    """
-    Loads the prompts to train on, and the held-out ones, which may be `None` if `args.eval_strategy` is "no".
-
-    `model_name` is the policy, whose tokenizer counts the tokens of prompts. Raises a `ValueError` if prompts cannot be used.
-    """
+    """Loads the prompts to train on, and the held-out ones, which may be `None` if `args.eval_strategy` is "no". `model_name` is the policy,
+    whose tokenizer counts the tokens of prompts. Raises a `ValueError` if prompts cannot be used."""
     check_template_variables(args.chat_template_kwargs)  # of TRL's own configurations too
     options = (script_args.dataset_config, script_args.dataset_streaming)
     column, chat = script_args.prompt_column, script_args.apply_chat_template
@@ -71,14 +68,10 @@ def load_data(
     elif args.eval_strategy != "no":
         held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
     if script_args.max_prompt_length is not None:
-        revision = (args.model_init_kwargs or {}).get("revision")
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_name, revision=revision, trust_remote_code=args.trust_remote_code
-        )
+        revision, code = (args.model_init_kwargs or {}).get("revision"), args.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(model_name, revision=revision, trust_remote_code=code)
         limit = (tokenizer, script_args.max_prompt_length, args.chat_template_kwargs)
-        train, held_out = (
-            None if prompts is None else drop_long_prompts(prompts, *limit) for prompts in (train, held_out)
-        )
+        train, held_out = (it if it is None else drop_long_prompts(it, *limit) for it in (train, held_out))
     return train, held_out
 
 
@@ -95,12 +88,10 @@ def run(
     after training to `output_dir`.
 
     Args:
-        trainer_cls (`type`):
-            Class of the trainer.
+        trainer_cls (`type`): Class of the trainer.
         script_args, args, model_args:
             Returned by [`~trl_repulse.cli.arguments.parse`].
-        method (`str`):
-            Name of the method in the report.
+        method (`str`): Name of the method in the report.
         make_tracking (`Callable`, *optional*):
             Makes the callback that follows the run, of the trainer, `script_args` and the prompts. If unset, [`TrackingCallback`].
     """
@@ -133,10 +124,8 @@ def run(
     tracking = make_tracking(trainer, script_args, prompts) if make_tracking else TrackingCallback(trainer)
     trainer.add_callback(tracking)
     table = None
-    if script_args.num_table_completions:
-        table = BeforeAfterCallback(
-            trainer, prompts if held_out is None else held_out, script_args.num_table_completions
-        )
+    if count := script_args.num_table_completions:
+        table = BeforeAfterCallback(trainer, prompts if held_out is None else held_out, count)
         trainer.add_callback(table)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback):
@@ -194,6 +183,7 @@ def _evaluate(
         reward = trainer.accelerator.unwrap_model(reward)
 
     def measured(model: str, **options: Any) -> dict[str, float]:
+        """P(bad) of the policy in a folder, with its interval, under the names of metrics."""
         policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)
         found = estimate_prob_bad(
             policy.to(trainer.accelerator.device),
@@ -244,12 +234,9 @@ def report(
     others: Mapping[str, Mapping[str, float]],
     notes: Sequence[str] = (),
 ) -> None:
-    """
-    Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table.
-
-    `unseen` has P(bad) of the policy on held-out prompts, or nothing; `others` has, by name, what is known of other policies on the same
-    held-out prompts, and `notes` are lines below the table.
-    """
+    """Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table. `unseen` has P(bad) of the
+    policy on held-out prompts, or nothing; `others` has, by name, what is known of other policies on the same held-out prompts, and `notes`
+    are lines below the table."""
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     history = list(reversed(trainer.state.log_history))
     metrics = next((logs for logs in history if "reward" in logs), {})

@@ -9,7 +9,6 @@ from ._fields import add_reward
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     add_reward(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all (%(default)s)")
     parser.add_argument("--port", type=int, default=5000, help="port; 0 takes a free one (%(default)s)")

@@ -11,7 +11,6 @@ from ._suggest_rules import ADAPTER, LEAST, UPDATES, Measured, Suggestion, plan,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments."""
     parser.add_argument("--model", required=True, help="path or Hub id of the model to train")
     add_prompts(parser, required=True)
     parser.add_argument("--max_prompt_length", type=int, help="prompts of more tokens are left out")
@@ -21,19 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bad_reward_threshold", type=float, help="reward under which an output is bad, if you know")
     parser.add_argument("--use_peft", action="store_true", help="suggest for a LoRA adapter, not for all weights")
     parser.add_argument("--max_steps", type=int, help="updates of the training run (800)")
-    parser.add_argument(
-        "--minutes", type=float, metavar="N", help="time for training and evaluation on this machine, in place of it"
-    )
-    parser.add_argument(
-        "--num_samples",
-        type=int,
-        default=500,
-        help="completions to draw, over all prompts, at most if minutes are given (500)",
-    )
+    text = "time for training and evaluation on this machine, in place of it"
+    parser.add_argument("--minutes", type=float, metavar="N", help=text)
+    text = "completions to draw, over all prompts, at most if minutes are given (500)"
+    parser.add_argument("--num_samples", type=int, default=500, help=text)
     parser.add_argument("--max_completion_length", type=int, default=256, help="tokens of a completion (256)")
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="YAML file for `trl-repulse repulse --config FILE`"
-    )
+    text = "YAML file for `trl-repulse repulse --config FILE`"
+    parser.add_argument("--output", metavar="FILE", type=Path, help=text)
     parser.set_defaults(run=run)
 
 

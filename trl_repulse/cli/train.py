@@ -80,11 +80,8 @@ def _status(prog: str, code: int) -> int:
     """The exit status for that of a process, of which a signal is named; of an error the process itself has said why."""
     if code >= 0:
         return 1
-    why = ""
-    if -code == signal.SIGKILL:
-        why = (
-            ", which is what the system does when memory is full; lower `per_device_train_batch_size`, or free memory"
-        )
+    full = ", which is what the system does when memory is full; lower `per_device_train_batch_size`, or free memory"
+    why = full if -code == signal.SIGKILL else ""
     print(f"{prog}: training was ended by the signal {signal.Signals(-code).name}{why}.", file=sys.stderr)
     return 128 - code
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_names
 
 
-_EXPORTS = dict.fromkeys(("drop_long_prompts", "load_prompts"), "loading")
-
 __all__ = ["drop_long_prompts", "load_prompts"]
 
 if TYPE_CHECKING:
     from .loading import drop_long_prompts, load_prompts
 
-__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "loading"))

@@ -1,5 +1,4 @@
-"""Checks of arguments and data sets, with one message that names what is wrong and the remedy. All raise
-`ValueError`."""
+"""Checks of arguments and data sets, with one message that names what is wrong and the remedy. All raise `ValueError`."""
 
 import math
 import tempfile
@@ -60,16 +59,12 @@ def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
         return
     if "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; load the "
-            "data with `load_prompts(column=...)`, naming the one that holds the prompts, or rename that one with "
-            "`dataset.rename_column(..., 'prompt')`."
+            f"`{name}` has no column `prompt`, only {', '.join(columns) or 'no columns'}; load the data with `load_prompts(column=...)`, "
+            "naming the one that holds the prompts, or rename that one with `dataset.rename_column(..., 'prompt')`."
         )
     check_column_names(columns, f"`{name}`")
-    images = {"image", "images"} & set(columns)
-    if images:
-        raise ValueError(
-            f"`{name}` has a column `{images.pop()}`, but only text prompts are supported; remove the column."
-        )
+    for column in {"image", "images"} & set(columns):
+        raise ValueError(f"`{name}` has a column `{column}`, but only text prompts are supported; remove the column.")
 
 
 def check_column_names(columns: Iterable[str], name: str) -> None:
@@ -233,9 +228,8 @@ def check_prompt_lengths(
     max_length: int | None = None,
     max_length_name: str = "`vllm_max_model_length`",
 ) -> None:
-    """Refuses prompts without tokens, with unknown tokens, or that leave no room in the context for
-    `max_completion_length` tokens; also batches that longrope would read with two sets of factors. `max_length` is
-    a limit below the model's."""
+    """Refuses prompts without tokens, with unknown tokens, or that leave no room in the context for `max_completion_length` tokens; also
+    batches that longrope would read with two sets of factors. `max_length` is a limit below the model's."""
     if not all(prompt_ids):
         place = next(place for place, ids in enumerate(prompt_ids) if not ids)
         raise ValueError(

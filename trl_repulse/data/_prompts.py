@@ -28,8 +28,7 @@ _ARGUMENTS = """
 
 
 def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[str, ...] = ()) -> None:
-    """Raises `ValueError` if `chat_template_kwargs` holds an argument of `apply_chat_template` that is not in
-    `allowed`."""
+    """Raises `ValueError` if `chat_template_kwargs` holds an argument of `apply_chat_template` that is not in `allowed`."""
     wrong = [name for name in _ARGUMENTS if name in (variables or {}) and name not in allowed]
     if wrong:
         raise ValueError(
@@ -120,8 +119,7 @@ def conversations(dataset: "Dataset | IterableDataset | None") -> Iterator[Any]:
 
 
 def one_of_each(prompts: Iterable[list[dict[str, Any]]]) -> list[tuple[int, list[dict[str, Any]]]]:
-    """The row number (from 1) and conversation of the first row with each sequence of roles, on which templates
-    depend."""
+    """The row number (from 1) and conversation of the first row with each sequence of roles, on which templates depend."""
     found: dict[tuple[str, ...], tuple[int, list[dict[str, Any]]]] = {}
     for number, prompt in enumerate(prompts, 1):
         found.setdefault(tuple(message["role"] for message in prompt), (number, prompt))
@@ -142,8 +140,7 @@ def as_templates_read(prompts: list[Any]) -> list[Any]:
 
 @contextmanager
 def rendering(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], where: str) -> Iterator[None]:
-    """Turns an error of the chat template into a `ValueError` with the conversation (`where`), the template's message
-    and the remedy."""
+    """Turns an error of the chat template into a `ValueError` with the conversation (`where`), the template's message and the remedy."""
     try:
         yield
     except TEMPLATE_ERRORS as error:
@@ -212,8 +209,7 @@ def _is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 def dated(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
 ) -> dict[str, str]:
-    """`{"rendering": hash of the text}` if the template can write a date, else nothing; part of a reward's
-    description."""
+    """`{"rendering": hash of the text}` if the template can write a date, else nothing; part of a reward's description."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}
     text = render(tokenizer, messages, "A conversation", variables, add_generation_prompt=False)

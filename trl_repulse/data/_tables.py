@@ -1,7 +1,5 @@
-"""
-Strict readers of CSV and JSON files written by users, where what could be misread is refused, and data sets of rows that
-keep their nested values as they are.
-"""
+"""Strict readers of CSV and JSON files written by users, where what could be misread is refused, and data sets of rows that keep their
+nested values as they are."""
 
 import csv
 import io
@@ -156,12 +154,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class ExactJson:
-    """
-    Type of a column of lists and objects, or of whole numbers beside others, stored as JSON text and read back unchanged.
-
-    Arrow has one structure for all rows: each row gets the keys of the others, and 1 next to 2.5 becomes 1.0.
-    [`~datasets.Json`] changes the last digits of floats (datasets 5.2).
-    """
+    """Type of a column of lists and objects, or of whole numbers beside others, stored as JSON text and read back unchanged. Arrow has one
+    structure for all rows: each row gets the keys of the others, and 1 next to 2.5 becomes 1.0. [`~datasets.Json`] changes the last digits
+    of floats (datasets 5.2)."""
 
     pa_type: ClassVar[Any] = pa.string()
     _type: str = field(default="ExactJson", init=False, repr=False)

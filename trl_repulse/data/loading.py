@@ -45,8 +45,7 @@ def load_prompts(
 
     Args:
         path_or_name (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder, or the name of a data set on the Hugging Face
-            Hub.
+            A `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder, or the name of a data set on the Hugging Face Hub.
         split (`str`, *optional*, defaults to `"train"`): Split to load. A file only has `"train"`.
         config (`str`, *optional*): Configuration of a data set on the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
@@ -117,19 +116,16 @@ def drop_long_prompts(
         raise ValueError(f"`max_prompt_length={max_length}` must be at least 1.")
 
     def fits(row: dict[str, Any], index: int) -> bool:
-        text, options = row["prompt"], {}
-        if not isinstance(text, str):
-            text = render(tokenizer, text, f"Row {index + 1} of the prompts", chat_template_kwargs)
-            options = {"add_special_tokens": False}  # the template adds them
-        return len(tokenizer(text, **options)["input_ids"]) <= max_length
+        prompt, plain = row["prompt"], isinstance(row["prompt"], str)
+        text = prompt if plain else render(tokenizer, prompt, f"Row {index + 1} of the prompts", chat_template_kwargs)
+        return len(tokenizer(text, add_special_tokens=plain)["input_ids"]) <= max_length  # a template adds them
 
     kept = dataset.filter(fits, with_indices=True)
     if isinstance(kept, Dataset) and len(kept) < len(dataset):
         if len(kept) == 0:
             raise ValueError(f"`max_prompt_length={max_length}` leaves out every prompt; raise it.")
         warnings.warn(
-            f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than `max_prompt_length={max_length}` "
-            "tokens and are left out."
+            f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than `max_prompt_length={max_length}` tokens and are left out."
         )
     return kept
 
@@ -203,6 +199,7 @@ def _load_file(path: Path, split: str, column: str) -> Dataset:
 
 
 def _read_parquet(path: Path) -> Dataset:
+    """The rows of a parquet file. Raises a `ValueError` if it cannot be read or has a type that `datasets` lacks."""
     try:
         check_names(pq.read_schema(path).names, path)
         table = pq.read_table(path)
@@ -217,7 +214,6 @@ def _read_parquet(path: Path) -> Dataset:
 
 
 def _check_prompts(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
-    """Raises `ValueError` naming the first row whose prompt is empty, neither text nor messages, or of another
-    kind."""
+    """Raises `ValueError` naming the first row whose prompt is empty, neither text nor messages, or of another kind."""
     blank = (None if isinstance(prompt, str) and not prompt.strip() else prompt for prompt in prompts)
     check_conversations(blank, f"`{name}`", stored)

@@ -182,7 +182,7 @@ class _Evaluation:
 
 
 class _Counted:
-    """A stream that counts the rows it has given."""
+    """A stream that counts the rows it has given. TRL (1.16) reads streams in this process, whatever `dataloader_num_workers` is."""
 
     def __init__(self, stream: Any):
         self.stream, self._rows = stream, 0
@@ -576,6 +576,7 @@ class Trackers:
         return next((each for each in self._handler.callbacks if isinstance(each, kind)), None)
 
     def _modules(self) -> Iterator[Any]:
+        """The modules of trackers whose runs are open: they have `Table` and `log`."""
         if "wandb" in self._report_to and is_wandb_available():
             import wandb
 

@@ -312,6 +312,7 @@ def _why_not_shared(
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
 
     def read_rows(prompts: torch.Tensor, mask: torch.Tensor, *completions: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the next token (a value model: hidden states) where rows predict completions, (R, S, V or d)."""
         layout = Layout(prompts.size(1), completions[0].size(2), completions[0].size(1))
         kept: list[torch.Tensor] = []
         handle = backbone_of(base).register_forward_hook(lambda _, args, output: kept.append(output.last_hidden_state))
@@ -378,6 +379,7 @@ def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
 
     @functools.wraps(own)
     def forward(self, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any):
+        """As TRL's fused forward, by the model's own head: logits are whole in memory."""
         if not fused_lm_head:
             return fused(*args, **kwargs) if labels is None else fused(*args, labels=labels, **kwargs)
         assert labels is not None

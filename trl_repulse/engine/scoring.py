@@ -64,10 +64,9 @@ class Layout:
         """
         The layout that needs the fewest multiplications for prompts of L tokens with n `completions` of T tokens.
 
-        A layer takes about 12·d² multiplications for each token and 2·d for each pair of tokens in a row (d: hidden
-        size), also for masked pairs, so long completions can cost more in one row than reading the prompt twice.
-        `count` divides n, shared rows have at most `longest` tokens, and 1 is taken if sharing saves less than a
-        tenth.
+        A layer takes about 12·d² multiplications for each token and 2·d for each pair of tokens in a row (d: hidden size), also for masked
+        pairs, so long completions can cost more in one row than reading the prompt twice. `count` divides n, shared rows have at most
+        `longest` tokens, and 1 is taken if sharing saves less than a tenth.
         """
         counts = [k for k in range(2, completions + 1) if completions % k == 0 and prompt + k * width <= longest]
         separate, *shared = (cls(prompt, width, k) for k in (1, *counts))
@@ -94,8 +93,7 @@ class Layout:
         return (positions - 1).clamp(min=0)
 
     def predicting(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The states (R·k, T + 1, d) that predict completions, from those of rows (R, S, d): the prompt's last and the
-        completion's own."""
+        """The states (R·k, T + 1, d) that predict completions, from those of rows (R, S, d): the prompt's last and the completion's own."""
         if self.count == 1:
             return hidden_states[:, -self.width - 1 :]
         own = self._places(hidden_states.device)[self.prompt :].view(self.count, self.width)
@@ -107,9 +105,8 @@ class Layout:
     def masks(
         self, config: PreTrainedConfig, dtype: torch.dtype, attention_mask: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer.
-        Boolean, or of `dtype` if they are added to scores. Raises `ValueError` if the attention takes no such
-        masks."""
+        """Attention masks (R, 1, S, S) for rows with padding mask (R, S), or a dictionary by kind of layer. Boolean, or of `dtype` if they
+        are added to scores. Raises `ValueError` if the attention takes no such masks."""
         if config._attn_implementation not in MASKED:
             raise ValueError(f"Attention {config._attn_implementation!r} takes no masks of pairs of tokens.")
         end = self.prompt + self.width
@@ -122,8 +119,7 @@ class Layout:
         return self._spread(found, attention_mask)
 
     def _spread(self, mask: torch.Tensor | None, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Extends the mask of rows with one completion (R, 1, L + T, L + T), `None` if causal, to rows with k
-        completions."""
+        """Extends the mask of rows with one completion (R, 1, L + T, L + T), `None` if causal, to rows with k completions."""
         device = attention_mask.device
         places, end = self._places(device), self.prompt + self.width
         if mask is None:
@@ -240,6 +236,7 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
     now: dict[str, Any] = {"layout": None, "by_sampler": None}
 
     def before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Takes the arguments of a scoring pass out, and adds positions and what saves memory."""
         layout = now["layout"] = kwargs.pop("layout", None)
         now["by_sampler"] = kwargs.pop("by_sampler", None)
         if layout is None and not kwargs.get("fused_lm_head"):
@@ -260,6 +257,7 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
         return args, kwargs | {"attention_mask": layout.masks(module.config, module.dtype, kwargs["attention_mask"])}
 
     def after_backbone(module: nn.Module, args: tuple, output: Any) -> Any:
+        """Leaves the hidden states that predict completions, and scores them under a second sampler if one is asked for."""
         layout, by_sampler = now["layout"], now["by_sampler"]
         if layout is not None:
             output.last_hidden_state = layout.predicting(output.last_hidden_state)
@@ -567,6 +565,7 @@ class Scoring:
         aux_loss = gradient and self._aux_loss
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, *by_sampler: torch.Tensor) -> Scores:
+            """Scores of rows (R, S); `by_sampler` marks the completions that the second sampler's scores are needed of."""
             cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
             if sampler is not None and self.guard.fused_head:
                 other = sampler, by_sampler[0].flatten()

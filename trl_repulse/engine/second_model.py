@@ -146,6 +146,7 @@ class SecondModel:
             self.engine, self.optimizer = self._accelerator.prepare_model(self.module), optimizer
 
     def _create_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
+        """An optimizer of the type that the policy has, at this model's learning rate."""
         optimizer_cls, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, self.module)
         decayed = set(trainer.get_decay_parameter_names(self.module))
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]

@@ -70,9 +70,8 @@ def sampling_from(
     samples. `num_generations`, completions a prompt, is used by vLLM alone; `sampler` changes the model's logits.
 
     TRL (1.16) generates from `trainer.model_wrapped`, at the temperature of `trainer.generation_config`, and logs to
-    `trainer._metrics[mode]`. All are replaced inside the context. With vLLM the engine gets name, number and
-    sampler, and the temperature stays. Way out: arguments `model` and
-    `logits_processor` on TRL's generation hook.
+    `trainer._metrics[mode]`. All are replaced inside the context. With vLLM the engine gets name, number and sampler, and the temperature
+    stays. Way out: arguments `model` and `logits_processor` on TRL's generation hook.
     """
     mode = "train" if trainer.model.training else "eval"
     policy = trainer.model_wrapped
@@ -203,6 +202,7 @@ def withheld_from_uploads(patterns: Sequence[str]) -> Iterator[None]:
     original = transformers_trainer.hf_api
 
     def withholding_api() -> Any:
+        """A client of the Hub whose `upload_folder` leaves the patterns out."""
         api: Any = copy.copy(original())
         upload_folder = api.upload_folder
 

@@ -36,7 +36,8 @@ class Shape:
         extra (`int`): K, extra samples of a prompt.
         unit (`int`): n, policy samples of a unit.
         whole (`bool`): Whether a unit holds all samples of its prompt.
-        early (`bool`): Whether weights are computed when samples are drawn, and not from the pass with gradient.
+        early (`bool`): Whether weights are computed when samples are drawn, since a prompt is cut apart or a batch serves several updates, and
+            not from the pass with gradient.
         micro_batch (`int`): Policy samples of a micro-batch on one process.
     """
 
@@ -57,10 +58,10 @@ class Shape:
 @dataclass
 class CompletionSet:
     """
-    Completions of one sampler, in units.
+    Completions of one sampler, in units; of extra samples, n stands for m.
 
-    `mask` is 1 at the tokens that the model wrote; only these count in log-probabilities of completions. Log-probabilities are in nats,
-    of each token, `(U, n, T)`.
+    `mask` is 1 at the tokens that the model wrote, and 0 in rows that do not count: padding, and truncated ones if
+    `mask_truncated_completions`. Only these tokens count in log-probabilities of completions, which are in nats, of each token, `(U, n, T)`.
     """
 
     ids: torch.Tensor  # (U, n, T), right-padded
@@ -323,6 +324,7 @@ class Drawing:
         rewards = trainer._weigh_rewards(rewards_per_func)
 
         def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+            """Token ids and their mask, each (B, length), padded on a side."""
             ids = [torch.tensor(row, dtype=torch.long) for row in rows]
             both = []
             for parts, value in ((ids, trainer._tokenizer.pad_token_id), ([torch.ones_like(row) for row in ids], 0)):

@@ -139,6 +139,7 @@ def vllm_engine(
     llm = LLM(model=model, dtype=dtype, revision=revision, generation_config="vllm", **kwargs)
 
     def engine(prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
+        """Token ids of one completion for each prompt, up to its end."""
         params = [
             SamplingParams(
                 temperature=1.0,

@@ -29,8 +29,7 @@ from .records import digest, hash_file, plain_json
 
 logger = get_logger(__name__)
 
-# Fields that do not affect rewards
-_IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")
+_IRRELEVANT_FIELDS = ("model", "revision", "name", "batch_size", "device")  # they do not affect rewards
 # Endings of names, in users' code, of secrets and of settings that only affect where and how fast something runs
 _IRRELEVANT_TO_SCORES = re.compile(
     r"(^|_)(key|token|secret|password|url|host|port|device|rank|timeout|retries|batch_size)$", re.IGNORECASE

@@ -38,8 +38,7 @@ class Attack:
 
     Args:
         name (`str`): Its name in the report and its folder.
-        template (`str`, *optional*, defaults to `"{prompt}"`):
-            Text of the user with `{prompt}` in the place of the behaviour.
+        template (`str`, *optional*, defaults to `"{prompt}"`): Text of the user with `{prompt}` in the place of the behaviour.
         prefill (`str`, *optional*):
             Beginning of the answer, which the model continues. In both texts a name in braces, as `"{Target}"`, is a column of the data
             set, and `{{` is a brace.
@@ -84,12 +83,8 @@ class Attack:
 
 
 def load_attacks(path: str | Path) -> list[Attack]:
-    """
-    Reads attacks from a JSONL file, one a line, with the fields of [`Attack`].
-
-    Raises:
-        `ValueError`: If there is no such file, it has no attack, a line is none, or a name occurs twice.
-    """
+    """Reads attacks from a JSONL file, one a line, with the fields of [`Attack`]. Raises `ValueError` if there is no such file, it has no
+    attack, a line is none, or a name occurs twice."""
     attacks = []
     if not Path(path).is_file():
         raise ValueError(f"There is no file `{path}`; give a JSONL file of attacks.")
@@ -119,16 +114,14 @@ def check_names(attacks: Sequence[Attack]) -> None:
 
 
 def _folder(attack: Attack) -> str:
+    """Name of an attack's folder: its own, without signs."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in attack.name)
 
 
 def augmented(text: str, rng: random.Random) -> str:
-    """
-    A text with letters scrambled inside words, in random case, and some moved to their neighbours in ASCII.
-
-    Words of more than three letters are scrambled between first and last, and letters change case, each with probability √σ;
-    printable ASCII moves by one with probability σ³ (Hughes et al. 2024, arXiv 2412.03556).
-    """
+    """A text with letters scrambled inside words, in random case, and some moved to their neighbours in ASCII. Words of more than three
+    letters are scrambled between first and last, and letters change case, each with probability √σ; printable ASCII moves by one with
+    probability σ³ (Hughes et al. 2024, arXiv 2412.03556)."""
 
     def scrambled(word: str) -> str:
         inner = [*word[1:-1]]
@@ -172,12 +165,8 @@ def refusal(prompts: list, completions: list, **_: Any) -> list[float]:
 def attempts(
     attack: Attack, behaviors: Dataset, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings
 ) -> tuple[Dataset, int]:
-    """
-    The prompts of an attack, with the columns `behavior` and `prefill`, and the number of completions to draw of each.
-
-    Raises:
-        `ValueError`: If a text names a column that is missing, or a behaviour does not end with a user's message.
-    """
+    """The prompts of an attack, with the columns `behavior` and `prefill`, and the number of completions to draw of each. Raises
+    `ValueError` if a text names a column that is missing, or a behaviour does not end with a user's message."""
     taken = {"behavior", "prefill"} & {*behaviors.column_names}
     if taken:
         raise ValueError(f"The behaviours have a column `{min(taken)}`, which attacks write; rename it.")
@@ -231,12 +220,8 @@ def prepare(
     settings: SamplingSettings,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, list[tuple[Dataset, SamplingSettings]]]:
-    """
-    The model's tokenizer, and by attack the prompts and the settings to draw with. No weights are loaded.
-
-    Raises:
-        `ValueError`: As [`attempts`], or if a prompt leaves no room for a completion in the model's context.
-    """
+    """The model's tokenizer, and by attack the prompts and the settings to draw with. No weights are loaded. Raises `ValueError` as
+    [`attempts`], or if a prompt leaves no room for a completion in the model's context."""
     check_template_kwargs(behaviors[:1]["prompt"], settings.chat_template_kwargs)
     options: Any = {"revision": settings.revision, "trust_remote_code": trust_remote_code}
     tokenizer, config = load_tokenizer(model, "model", **options), load_config(model, "model", **options)
@@ -268,6 +253,7 @@ def run_attacks(
 ) -> dict[str, SampleSet]:
     """
     Draws N answers to each behaviour under each attack and scores them, in a folder an attack. Called again after a kill, it continues.
+    Raises `ValueError` as [`~trl_repulse.evaluation.sampling.sample_completions`] and [`prepare`].
 
     Args:
         output_dir (`str` or `Path`): Folder to write to.
@@ -281,9 +267,6 @@ def run_attacks(
 
     Returns:
         `dict[str, SampleSet]`: The samples by the attack's name; the column `"reward"` of each can be reshaped to (P, N).
-
-    Raises:
-        `ValueError`: As [`~trl_repulse.evaluation.sampling.sample_completions`] and [`prepare`].
     """
     check_names(attacks)
     settings = settings or SamplingSettings()

@@ -72,16 +72,14 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     Sensitivity and specificity of a judge, and P(truly bad), from labels.
 
     Ends of intervals are quantiles of sums of D draws from the lower and upper confidence distributions of all π_s and θ_s:
-    Beta(k, m − k + 1) and Beta(k + 1, m − k) for k of m, as in the intervals of Clopper and Pearson. The interval is for these
-    prompts; drawn with as many completions of each, it is conservative. It has no errors of the labels themselves.
+    Beta(k, m − k + 1) and Beta(k + 1, m − k) for k of m, as in the intervals of Clopper and Pearson. The interval is for these prompts;
+    drawn with as many completions of each, it is conservative. It has no errors of the labels themselves. Raises `ValueError` if
+    `confidence` is not between 0 and 1.
 
     Args:
         scored ([`Scored`]): The completions that the labels were drawn from.
         labels ([`Labels`]): The labels.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
-
-    Raises:
-        `ValueError`: If `confidence` is not between 0 and 1.
     """
     check_share("confidence", confidence)
     strata = scored.strata(labels.threshold, labels.near_up_to)
@@ -136,18 +134,15 @@ def meld(
         end of π_s·θ_s, 0 for the others.
     """
     rng, miss = np.random.default_rng(1), (1 - confidence) / 2
-    second = [binomial_draws(k, m, rng) for k, m in counts]
+    theta_draws = [binomial_draws(k, m, rng) for k, m in counts]
 
     def ends(of_low: Any, of_high: Any) -> tuple[float, float]:
         return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
 
     def parts(theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool) -> tuple[np.ndarray, ...]:
-        """
-        Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others.
-
-        `theta` are θ of the bad, near and ordinary stratum, (D,) each. π_bad is its upper or lower distribution. π_near is that with which
-        the others are truly bad most often, or least often.
-        """
+        """Four probabilities (D,): bad by the judge and truly bad, bad by the judge and not; then both for the others. `theta` are θ of the
+        bad, near and ordinary stratum, (D,) each. π_bad is its upper or lower distribution. π_near is that with which the others are truly
+        bad most often, or least often."""
         p = first[0][upper_pi]
         near = np.where((theta[1] > theta[2]) == others_often_bad, first[1][1], first[1][0])
         near = np.minimum(near, 1 - p)
@@ -156,20 +151,21 @@ def meld(
         return inside, p - inside, truly, near + rest - truly
 
     def total(upper: bool) -> np.ndarray:
-        """Lower or upper distribution of P(truly bad), (D,), which rises with π_bad only where θ_bad > θ_ordinary."""
-        theta = [each[upper] for each in second]
-        one, other = (parts(theta, upper_pi, upper) for upper_pi in (upper, not upper))
-        return np.where(theta[0] > theta[2], one[0] + one[2], other[0] + other[2])
+        """Lower or upper distribution of P(truly bad), (D,). θ are taken at that end; π_bad too where θ_bad > θ_ordinary, as P(truly bad)
+        rises with π_bad there, and at the other end elsewhere."""
+        theta = [each[upper] for each in theta_draws]
+        same_end, other_end = (parts(theta, upper_pi, upper) for upper_pi in (upper, not upper))
+        return np.where(theta[0] > theta[2], same_end[0] + same_end[2], other_end[0] + other_end[2])
 
     def sensitivity(upper: bool) -> np.ndarray:
         """Grows with π_bad and θ_bad, and falls as others become truly bad."""
-        theta = [second[0][upper], second[1][not upper], second[2][not upper]]
+        theta = [theta_draws[0][upper], theta_draws[1][not upper], theta_draws[2][not upper]]
         inside, _, outside, _ = parts(theta, upper, not upper)
         return np.divide(inside, inside + outside, out=np.full(DRAWS, float(upper)), where=inside + outside > 0)
 
     def specificity(upper: bool) -> np.ndarray:
         """Falls with π_bad and as others become truly bad, and grows with θ_bad."""
-        theta = [second[0][upper], second[1][not upper], second[2][not upper]]
+        theta = [theta_draws[0][upper], theta_draws[1][not upper], theta_draws[2][not upper]]
         _, wrong, _, right = parts(theta, not upper, not upper)
         return np.divide(right, right + wrong, out=np.full(DRAWS, float(upper)), where=right + wrong > 0)
 
@@ -179,14 +175,14 @@ def meld(
     right = min(max((1 - shares[0] - outside) / good, 0.0), 1.0) if good > 0 else math.nan
     triples = [
         (truly, *ends(total(False), total(True))),
-        (inside, *ends(first[0][0] * second[0][0], first[0][1] * second[0][1])),
+        (inside, *ends(first[0][0] * theta_draws[0][0], first[0][1] * theta_draws[0][1])),
         (inside / truly if truly else math.nan, *ends(sensitivity(False), sensitivity(True))),
         (right, *ends(specificity(False), specificity(True))),
     ]
     above = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]
     unseen = [
         0.0 if k else float(np.quantile(p * t[1], 1 - miss))
-        for p, t, (k, _) in zip(above, second, counts, strict=True)
+        for p, t, (k, _) in zip(above, theta_draws, counts, strict=True)
     ]
     return triples, unseen
 
@@ -214,8 +210,7 @@ def known_errors(
     Args:
         scored ([`Scored`]): Completions.
         threshold (`float`): η, in units of reward.
-        sensitivity, specificity (`tuple[int, int]`):
-            Right answers and labels: among the truly bad completions, and among the others.
+        sensitivity, specificity (`tuple[int, int]`): Right answers and labels: among the truly bad completions, and among the others.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
     Raises:

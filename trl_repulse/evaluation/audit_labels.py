@@ -60,8 +60,7 @@ class Labels:
 
     Args:
         threshold, near_up_to (`float`): Scores that end the first stratum (not included) and the second (included).
-        labelled, truly_bad (`tuple[int, ...]`):
-            Counts of the three strata; a completion counts as often as it was drawn.
+        labelled, truly_bad (`tuple[int, ...]`): Counts of the three strata; a completion counts as often as it was drawn.
         unlabelled (`int`, *optional*, defaults to `0`): Rows of the file without a label.
     """
 
@@ -73,12 +72,8 @@ class Labels:
 
 
 def read_scored(path: str | Path, column: str = "reward") -> Scored:
-    """
-    Completions that `evaluate` (a folder) or Inspect (an .eval log) has stored. `column` has the scores.
-
-    Raises:
-        `ValueError`: If they cannot be read, or have no such column of finite numbers.
-    """
+    """Completions that `evaluate` (a folder) or Inspect (an .eval log) has stored. `column` has the scores. Raises `ValueError` if they
+    cannot be read, or have no such column of finite numbers."""
     samples = load_samples(path)
     prompts = [prompt for prompt in samples.prompts for _ in range(samples.num_samples)]
     return Scored(prompts, samples.table["completion"].to_pylist(), samples.column(column), column)
@@ -90,8 +85,7 @@ def choose(scored: Scored, threshold: float, size: int, seed: int = 0) -> tuple[
     truly bad ones are the hardest to rule out. What a stratum does not have is drawn from the next; the last that has any, as the
     second of a judge with two scores, gets all that are left. Completions are drawn without replacement.
 
-    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn. Raises as
-    [`draw_labels`].
+    Returns the highest score near the threshold, and of each stratum the flat indices of the completions drawn. Raises as [`draw_labels`].
     """
     if not math.isfinite(threshold):
         raise ValueError(f"`threshold={threshold}` must be a finite number; give a reward.")
@@ -123,12 +117,10 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     """
     Writes a CSV file of completions to label, in random order, without scores or strata, which would sway the labels.
 
-    Equal completions share a row; `times` says how often it was drawn. Texts that a spreadsheet would take for a formula get
-    an apostrophe in front. `threshold` is η, in units of reward, and `size` the completions to draw, at least 4. Returns the
-    number drawn of each stratum ([`choose`]).
-
-    Raises:
-        `ValueError`: If the file exists, the threshold is not finite, `size` is less than 4, or no completion is bad by the judge.
+    Equal completions share a row; `times` says how often it was drawn. Texts that a spreadsheet would take for a formula get an apostrophe
+    in front. `threshold` is η, in units of reward, and `size` the completions to draw, at least 4. Returns the number drawn of each stratum
+    ([`choose`]). Raises `ValueError` if the file exists, the threshold is not finite, `size` is less than 4, or no completion is bad by the
+    judge.
     """
     if path.exists():
         raise ValueError(f"`{path}` exists, and may hold labels; name another file, or leave out `--draw` to read it.")
@@ -186,17 +178,11 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 def read_labels(path: Path, scored: Scored) -> Labels:
     """
-    Reads labels back.
+    Reads labels back, from a file that [`draw_labels`] wrote of the completions `scored`. Its column `label` has `1`, `bad`, `yes` or `true`
+    for truly bad, `0`, `good`, `no` or `false` for the others, or nothing.
 
-    Args:
-        path (`Path`):
-            File that [`draw_labels`] wrote, with `1`, `bad`, `yes` or `true` for truly bad, `0`, `good`, `no` or `false` for the
-            others, or nothing in its column `label`.
-        scored ([`Scored`]): The completions that it was drawn from.
-
-    Raises:
-        `ValueError`: If there is no such file, it cannot be read, a column is missing, a label is unknown or contradicts another, there is
-            none, or a row was changed or is of other samples.
+    Raises `ValueError` if there is no such file, it cannot be read, a column is missing, a label is unknown or contradicts another, there is
+    none, or a row was changed or is of other samples.
     """
     design: tuple[float, float] | None = None
     strata, identity = np.empty(0), scored.identity
@@ -236,6 +222,7 @@ def read_labels(path: Path, scored: Scored) -> Labels:
 
 
 def _check(*fields: Any) -> str:
+    """A digest of what nobody may change in a row."""
     return f"row-{hashlib.sha256(json.dumps([str(each) for each in fields]).encode()).hexdigest()[:12]}"
 
 

@@ -51,8 +51,7 @@ class TailReportCallback(TrainerCallback):
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]): Trainer to follow.
-        prompts ([`~datasets.Dataset`] or `Sequence`):
-            Held-out prompts: plain text, messages, or rows with a `"prompt"`.
+        prompts ([`~datasets.Dataset`] or `Sequence`): Held-out prompts: plain text, messages, or rows with a `"prompt"`.
         num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt.
         thresholds (`Sequence[float]`, *optional*): η of each P(r < η), in units of reward.
         levels (`Sequence[float]`, *optional*, defaults to `(0.1,)`): Levels of the CVaR.
@@ -62,12 +61,10 @@ class TailReportCallback(TrainerCallback):
 
     Attributes:
         history (`list[dict]`):
-            One entry a report: `"update"`, and `"report"`, as `overall` of
-            [`~trl_repulse.evaluation.report.TailReport`].
+            One entry a report: `"update"`, and `"report"`, as `overall` of [`~trl_repulse.evaluation.report.TailReport`].
 
     Raises:
-        `ValueError`: If prompts are empty, too long or lack a column that a reward function needs, or a number is out
-        of range.
+        `ValueError`: If prompts are empty, too long or lack a column that a reward function needs, or a number is out of range.
 
     Example:
 
@@ -99,6 +96,7 @@ class TailReportCallback(TrainerCallback):
         estimates(np.zeros((1, 1, 1)), self.thresholds, self.levels)  # raises for levels out of range
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Raises a `ValueError` if two reports of the trainer would write the same metrics."""
         callbacks = self.trainer.callback_handler.callbacks
         prefixes = [each.metric_key_prefix for each in callbacks if isinstance(each, TailReportCallback)]
         if prefixes.count(self.metric_key_prefix) > 1:
@@ -118,7 +116,8 @@ class TailReportCallback(TrainerCallback):
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:
-        rewards = self._sample()
+        """Samples, estimates and logs; an update whose samples lack rewards gets no report."""
+        rewards = self._draw_rewards()
         lost = int(np.isnan(rewards).sum())
         if lost:  # do not end a run for its report
             logger.warning(
@@ -133,8 +132,9 @@ class TailReportCallback(TrainerCallback):
         Trainer.log(self.trainer, _metrics(found, self.metric_key_prefix))
         control.should_log = due  # `log` marks the update's own logging as done
 
-    def _sample(self) -> np.ndarray:
-        """Rewards (1, P, N), the same on all processes; NaN where no function gave one."""
+    def _draw_rewards(self) -> np.ndarray:
+        """Weighted rewards of new completions, (1, P, N): of one model, NaN where no function gave one. All processes must call it, and get
+        the same."""
         drawn = draw_completions(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
         return np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
 
@@ -142,8 +142,7 @@ class TailReportCallback(TrainerCallback):
 def prepare_prompts(
     trainer: RLOOTrainer | GRPOTrainer, prompts: Dataset | Sequence[Prompt]
 ) -> tuple[Dataset, list[list[int]]]:
-    """The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column
-    is missing."""
+    """The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column is missing."""
     dataset = as_dataset(prompts)
     check_columns(trainer, dataset.column_names)
     rows = dataset["prompt"][:]
@@ -155,9 +154,8 @@ def prepare_prompts(
 def draw_completions(
     trainer: RLOOTrainer | GRPOTrainer, dataset: Dataset, prompt_ids: list[list[int]], num_samples: int, seed: int
 ) -> list[tuple[str, float]]:
-    """Completions of the current policy, `num_samples` of each prompt, each with its weighted sum of rewards (NaN
-    where no function gave one), prompt by prompt. All processes draw, must call this, and get the same. The trainer's
-    random state is not changed."""
+    """Completions of the current policy, `num_samples` of each prompt, each with its weighted sum of rewards (NaN where no function gave
+    one), prompt by prompt. All processes draw, must call this, and get the same. The trainer's random state is not changed."""
     accelerator = trainer.accelerator
     total = len(dataset) * num_samples
     # As many on each process, as a sharded model generates on all of them at once; places past the end are dropped
@@ -239,17 +237,14 @@ def _metrics(found: dict[str, Estimate], prefix: str) -> dict[str, float]:
 class BeforeAfterCallback(TrainerCallback):
     """
     Samples a few completions when training begins, and from the same prompts when [`write`] is called, as
-    [`~trl_repulse.evaluation.callback.TailReportCallback`] does.
+    [`~trl_repulse.evaluation.callback.TailReportCallback`] does. Raises `ValueError` if a prompt is too long, or a column that a reward
+    function needs is missing.
 
     Args:
         trainer ([`~trl.RLOOTrainer`] or [`~trl.GRPOTrainer`]): Trainer to follow.
         prompts ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows with a `"prompt"` and the columns that the rewards need. The first are used, repeated if there are too
-            few.
+            Rows with a `"prompt"` and the columns that the rewards need. The first are used, repeated if there are too few.
         num_completions (`int`, *optional*, defaults to `10`): Completions to sample.
-
-    Raises:
-        `ValueError`: If a prompt is too long, or a column that a reward function needs is missing.
     """
 
     def __init__(

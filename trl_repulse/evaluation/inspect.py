@@ -82,16 +82,13 @@ def reward(
     trust_remote_code: bool = False,
 ) -> Scorer:
     """
-    Scores a completion by a reward, which is the score's value.
+    Scores a completion by a reward, which is the score's value. Raises `ValueError` if the reward cannot be loaded, or gives a completion
+    no finite number.
 
     Args:
         reward_model_path, reward_type, reward_kwargs:
             The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with the reward model.
-
-    Raises:
-        `ValueError`: If the reward cannot be loaded, or gives a completion no finite number.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with the reward model.
     """
     loaded = load_reward(reward_type, reward_model_path, **(reward_kwargs or {}))
     name, function = as_function(loaded, None, process_state().device, trust_remote_code=trust_remote_code)
@@ -115,14 +112,9 @@ def _prompt(state: TaskState) -> str | list[dict[str, Any]]:
 
 @solver
 def as_trained() -> Solver:
-    """
-    Lets a Hugging Face model that Inspect has loaded read prompts and draw tokens as in training; others are left as they are.
-
-    Its own generation defaults, such as a repetition penalty, have no effect, and completions end at the tokenizer's end token too.
-
-    Raises:
-        `ValueError`: If Inspect gives the model other tokens than training does, or the prompt leaves no room for a completion.
-    """
+    """Lets a Hugging Face model that Inspect has loaded read prompts and draw tokens as in training; others are left as they are. Its own
+    generation defaults, such as a repetition penalty, have no effect, and completions end at the tokenizer's end token too. Raises
+    `ValueError` if Inspect gives the model other tokens than training does, or the prompt leaves no room for a completion."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         api: Any = models.get_model().api
@@ -166,11 +158,9 @@ def tail(
     The held-out evaluation of `trl-repulse evaluate`: completions at temperature 1 from all tokens, their rewards, and the tail's.
 
     Args:
-        prompts, split, prompt_column:
-            Prompts, as for [`~trl_repulse.data.load_prompts`].
+        prompts, split, prompt_column: Prompts, as for [`~trl_repulse.data.load_prompts`].
         threshold (`float`): Reward under which an output is bad.
-        reward_model_path, reward_type, reward_kwargs, trust_remote_code:
-            As for [`reward`].
+        reward_model_path, reward_type, reward_kwargs, trust_remote_code: As for [`reward`].
         num_samples (`int`, *optional*, defaults to `16`): Completions of each prompt: Inspect's epochs.
         max_completion_length (`int`, *optional*, defaults to `256`): Tokens of a completion.
         level (`float`, *optional*, defaults to `0.01`): Level of the CVaR.
@@ -191,6 +181,7 @@ _ROLES = {"user": models.ChatMessageUser, "assistant": models.ChatMessageAssista
 
 
 def _sample(number: int, row: dict[str, Any]) -> Sample:
+    """Inspect's sample of a row, whose other columns become metadata."""
     prompt = row.pop("prompt")
     if not isinstance(prompt, str):
         unknown = {each["role"] for each in prompt} - set(_ROLES)
@@ -212,17 +203,15 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
     """
     Writes samples as a log that `inspect view` shows: the worst answers first, those of several models or attacks side by side.
 
-    A sample of the log is a prompt with one answer of each set, its worst, its second worst and so on. The answers are assistant
-    messages and the values of one scorer a set, with rewards, log-probabilities (nats) and lengths as metadata.
+    A sample of the log is a prompt with one answer of each set, its worst, its second worst and so on. The answers are assistant messages
+    and the values of one scorer a set, with rewards, log-probabilities (nats) and lengths as metadata. Raises `ValueError` if an answer has
+    no finite reward.
 
     Args:
         path (`str` or `Path`): The `.eval` file to write.
         samples (`Mapping[str, SampleSet]`):
             Sets of the same prompts by name, or what [`~trl_repulse.evaluation.attacks.run_attacks`] returned.
         threshold (`float`, *optional*): Reward under which an answer is bad, for P(bad) of each set with its interval.
-
-    Raises:
-        `ValueError`: If an answer has no finite reward.
     """
     # Attacks have several prompts of a behaviour, side by side
     behaviours = min(len(each.prompts) for each in samples.values())
@@ -283,13 +272,8 @@ def write_answers(
 
 
 def write_training_log(path: str | Path, output_dir: str | Path) -> None:
-    """
-    Writes the completions that a run with `log_completions=True` has stored in its folder `output_dir` to the `.eval` file `path`, as
-    [`write_inspect_log`]. Those without a reward are left out.
-
-    Raises:
-        `ValueError`: If there are none.
-    """
+    """Writes the completions that a run with `log_completions=True` has stored in its folder `output_dir` to the `.eval` file `path`, as
+    [`write_inspect_log`]. Those without a reward are left out. Raises `ValueError` if there are none."""
     rows = []
     for file in sorted(Path(output_dir).glob("completions/*.parquet")):
         table = pq.read_table(file)
@@ -332,17 +316,10 @@ def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> logs.Eval
 
 def load_inspect_log(path: str | Path) -> SampleSet:
     """
-    Reads the completions and scores of an Inspect log as held-out samples, for [`~trl_repulse.evaluation.report.tail_report`].
+    Reads the completions and scores of a finished `.eval` log as held-out samples, for [`~trl_repulse.evaluation.report.tail_report`].
 
-    Args:
-        path (`str` or `Path`): A finished `.eval` log.
-
-    Returns:
-        [`SampleSet`]: one prompt a sample of the log, one completion an epoch. Each scorer that gives numbers has a column
-            `"rewards/NAME"`; if there is only one, it is `"reward"` too.
-
-    Raises:
-        `ValueError`: If it is no finished log, samples are missing or failed, or no scorer gives numbers.
+    A sample of the log is a prompt, and an epoch a completion. Each scorer that gives numbers has a column `"rewards/NAME"`; if there is
+    only one, it is `"reward"` too. Raises `ValueError` if it is no finished log, samples are missing or failed, or no scorer gives numbers.
     """
     path = Path(path).expanduser()
     try:

@@ -54,8 +54,7 @@ class TailTask(ConfigurableTask):
         if messages != bool(apply_chat_template):
             found = "messages of a user; pass" if messages else "plain text; leave out"
             raise ValueError(f"The prompts are {found} `apply_chat_template=True`.")
-        # The harness would give the requests of any task of this name, from its cache
-        kwargs["cache_requests"] = False
+        kwargs["cache_requests"] = False  # else the harness gives the requests of any task of this name
         super().build_all_requests(*args, apply_chat_template=apply_chat_template, **kwargs)
         lm = _model_of_the_harness()
         if isinstance(lm, HFLM):

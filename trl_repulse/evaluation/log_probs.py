@@ -37,8 +37,7 @@ def completion_log_probs(
     Args:
         model ([`~transformers.PreTrainedModel`]):
             Causal language model whose forward takes `logits_to_keep`. Its training mode is restored.
-        prompt_ids, completion_ids (`Sequence[Sequence[int]]`):
-            Tokens of each prompt, at least one, and of each completion.
+        prompt_ids, completion_ids (`Sequence[Sequence[int]]`): Tokens of each prompt, at least one, and of each completion.
         batch_size (`int`, *optional*, defaults to `32`):
             Completions per pass; each takes at most 4·T·V bytes beside the model and its activations.
         sampler ([`~trl_repulse.generation.drawing.Sampler`], *optional*): What drew, if not the model as it is.

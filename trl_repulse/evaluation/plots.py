@@ -34,15 +34,12 @@ INK, _FAINT = "#333333", "#dddddd"
 
 def plot_training(logs: Sequence[dict[str, Any]], path: str | Path, panels: Sequence[Panel] = ()) -> None:
     """
-    Draws a training run: the main metrics that were logged.
+    Draws a training run: the main metrics that were logged. Raises `ValueError` if there is nothing to draw.
 
     Args:
         logs (`Sequence[dict]`): `trainer.state.log_history`.
         path (`str` or `Path`): File to write. Its suffix is the format; its folder is created.
         panels (`Sequence`, *optional*): Further panels, before those of the metrics.
-
-    Raises:
-        `ValueError`: If there is nothing to draw.
     """
     panels = [*panels, *logged_panels(logs)]
     if not panels:
@@ -88,6 +85,7 @@ def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -
 
 
 def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
+    """Draws one metric: a line for each model, on a logarithmic axis where all that is shown is above 0."""
     if title in _LOGARITHMIC and any(value > 0 for points in series.values() for _, value in points):
         panel.set_yscale("log", nonpositive="mask")
     for model, points in series.items():

@@ -65,8 +65,9 @@ def preference_rows(
     Pairs of a good and a bad completion of the same prompt, in TRL's preference format: `prompt`, `chosen`,
     `rejected`, the difference of their rewards as `margin`, and both rewards.
 
-    Each bad completion, the worst first, is paired with the next good one, the best first. The good ones are repeated
-    if they are fewer. Duplicates count once.
+    Each bad completion, the worst first, is paired with the next good one, the best first. The good ones are repeated if they are fewer.
+    Duplicates count once. Raises `ValueError` if an argument is out of range, text and messages are mixed, or no prompt has a good and a
+    bad completion.
 
     Args:
         completions (`Iterable[RewardedCompletion]`): Completions of any prompts, in any order.
@@ -74,10 +75,6 @@ def preference_rows(
         margin (`float`, *optional*, defaults to `0.0`):
             How far above the threshold, in units of reward, a completion is good. In between it is neither.
         max_bad (`int`, *optional*): Most bad completions of a prompt, the worst ones. If `None`, all.
-
-    Raises:
-        `ValueError`: If an argument is out of range, text and messages are mixed, or no prompt has a good and a bad
-        completion.
     """
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
@@ -95,9 +92,8 @@ def preference_rows(
     ]
     if not rows:
         raise ValueError(
-            f"No prompt has both a completion with a reward under {threshold} and one of at least {threshold + margin}; add "
-            "samples of the prompts that the bad completions are of (their prompts must be the same text or messages), or "
-            "move the threshold."
+            f"No prompt has both a completion with a reward under {threshold} and one of at least {threshold + margin}; add samples of "
+            "the prompts that the bad completions are of (their prompts must be the same text or messages), or move the threshold."
         )
     return rows
 
@@ -105,9 +101,8 @@ def preference_rows(
 def unpaired_rows(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float = 0.0, max_bad: int | None = None
 ) -> list[dict[str, Any]]:
-    """Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and
-    `reward`. The arguments are those of [`preference_rows`]; raises `ValueError` as it does, or if all completions are
-    good or all are bad."""
+    """Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and `reward`. The arguments
+    are those of [`preference_rows`]; raises `ValueError` as it does, or if all completions are good or all are bad."""
     groups = _sides(completions, threshold, margin, max_bad)
     rows = [
         {"prompt": each.prompt, "completion": each.completion, "label": label, "reward": each.reward}

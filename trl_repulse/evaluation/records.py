@@ -24,8 +24,7 @@ import pyarrow.parquet as pq
 from .._errors import KEEP_DATE
 
 
-# What a folder may hold -> the command that writes it
-KINDS = {"samples": "trl-repulse evaluate", "attacks": "trl-repulse gcg"}
+KINDS = {"samples": "trl-repulse evaluate", "attacks": "trl-repulse gcg"}  # what a folder may hold: what writes it
 HEADER, COMPLETE = "header.json", "complete.json"
 
 
@@ -107,12 +106,8 @@ def open_folder(folder: Path, header: dict[str, Any], kind: str = "samples") -> 
 
 
 def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Sequence[str] = ()) -> str | None:
-    """
-    Dotted name of the first difference between two headers of samples, apart from names.
-
-    Names and revisions may differ where there is a hash of the weights. Variables of a chat template may differ, as the texts
-    that it makes with them are compared.
-    """
+    """Dotted name of the first difference between two headers of samples, apart from names. Names and revisions may differ where there is a
+    hash of the weights. Variables of a chat template may differ, as the texts that it makes with them are compared."""
     one, other = dict(_flat(one)), dict(_flat(other))
     hashed = [name.removesuffix("weights") for name in (*one, *other) if name.endswith(".weights")]
     labels = {parent + label for parent in hashed for label in ("name", "revision", "base")}
@@ -239,8 +234,7 @@ class SampleSet:
         refused = int((~np.isfinite(values)).sum())
         if refused:
             raise ValueError(
-                f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; fix the reward, "
-                "or read another column."
+                f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; fix the reward, or read another column."
             )
         return values.reshape(-1, self.num_samples)
 

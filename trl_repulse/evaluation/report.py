@@ -28,8 +28,7 @@ class TailReport:
         column (`str`): The column that was read.
         seeds, prompts, samples (`int`): Models, prompts, and completions of each prompt by each model.
         confidence (`float`): Nominal coverage of all intervals.
-        overall (`dict[str, Estimate]`):
-            By quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
+        overall (`dict[str, Estimate]`): By quantity: `"mean"`, `"P(r < η)"`, `"quantile a"`, `"CVaR a"`, and means of other columns.
         per_prompt (`dict[str, dict[str, Estimate]]`): The same for each prompt; only for one model.
     """
 
@@ -50,8 +49,7 @@ class TailReport:
 
     @property
     def one_sided(self) -> list[str]:
-        """For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of
-        hardly a sample."""
+        """For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of hardly a sample."""
         if self.seeds == 1:
             return []
         shares = [name for name, it in self.overall.items() if name.startswith("P(") and it.value in (0.0, 1.0)]
@@ -118,12 +116,11 @@ def tail_report(
     """
     Estimates the lower tail of a reward from held-out samples.
 
-    For one model, intervals are for the given prompts. For several (one a training seed), mean, probabilities and CVaR
-    have intervals over seeds and prompts ([`~trl_repulse.evaluation.tails.crossed_interval`]): what to expect of
-    another run on other prompts. With fewer than six prompts or three seeds, they are over seeds only, for these
-    prompts. An interval of a probability over seeds contains that of Clopper and Pearson for all samples. If no sample
-    or every sample is below the threshold, it is that interval, which is only for these models and prompts;
-    `one_sided` names these.
+    For one model, intervals are for the given prompts. For several (one a training seed), mean, probabilities and CVaR have intervals over
+    seeds and prompts ([`~trl_repulse.evaluation.tails.crossed_interval`]): what to expect of another run on other prompts. With fewer than
+    six prompts or three seeds, they are over seeds only, for these prompts. An interval of a probability over seeds contains that of
+    Clopper and Pearson for all samples. If no sample or every sample is below the threshold, it is that interval, which is only for these
+    models and prompts; `one_sided` names these.
 
     Args:
         samples ([`~trl_repulse.evaluation.records.SampleSet`] or a sequence of them):
@@ -132,8 +129,7 @@ def tail_report(
         levels (`Sequence[float]`, *optional*, defaults to `(0.01,)`): Levels of the CVaR.
         quantiles (`Sequence[float]`, *optional*): Levels of quantiles; only for one model.
         column (`str`, *optional*, defaults to `"reward"`):
-            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of other columns are reported too, if
-            these are complete.
+            Column to read: `"reward"`, `"rewards/NAME"`, `"return"`, ... Means of other columns are reported too, if these are complete.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage of the intervals.
 
     Raises:
@@ -218,8 +214,7 @@ def estimates(
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:
-    """Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of
-    different models."""
+    """Raises `ValueError` unless the samples, one set a model, differ in nothing but model and seed, and are of different models."""
     if not samples:
         raise ValueError("There are no samples; name at least one folder.")
     models: dict[str, SampleSet] = {}

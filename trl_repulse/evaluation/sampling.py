@@ -52,7 +52,7 @@ Reward = str | nn.Module | Callable[..., Any]
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """
-    Settings of held-out sampling.
+    Settings of held-out sampling. Raises `ValueError` if a value is out of range.
 
     Args:
         num_samples (`int`, *optional*, defaults to `16`): N, completions of each prompt.
@@ -64,17 +64,13 @@ class SamplingSettings:
             Completions written at a time, and lost at most when a run is killed; a pass has no more.
         beta (`float`, *optional*, defaults to `0.0`):
             KL coefficient of the returns, in units of reward per nat. Needs a reference model unless 0.
-        reward_weights (`tuple[float, ...]`, *optional*):
-            Weights of the F reward functions in `reward`, by default 1 each.
+        reward_weights (`tuple[float, ...]`, *optional*): Weights of the F reward functions in `reward`, by default 1 each.
         dtype (`str`, *optional*, defaults to `"auto"`): Precision of models that are loaded by name.
         revision (`str`, *optional*): Revision of the model on the Hub.
         engine (`str`, *optional*, defaults to `"transformers"`):
             `"transformers"`, or `"vllm"`, whose draws can be repeated only on the same machine.
         chat_template_kwargs (`dict`, *optional*):
             Variables for the chat template, as in TRL's configurations; also for reward models given by path.
-
-    Raises:
-        `ValueError`: If a value is out of range.
     """
 
     num_samples: int = 16
@@ -128,13 +124,11 @@ def sample_completions(
     progress: bool = True,
 ) -> records.SampleSet:
     """
-    Draws N completions of each prompt, rewards and scores them, and writes them to a folder. Called again after a
-    kill, it continues.
+    Draws N completions of each prompt, rewards and scores them, and writes them to a folder. Called again after a kill, it continues.
 
-    Sampling is at temperature 1 from all tokens, whatever the model's generation configuration. Log-probabilities come
-    from separate passes over the finished completions. Each shard has its own seed and is written as a whole, so that
-    the files do not depend on interruptions or on the number of processes, which share the shards under `accelerate
-    launch`.
+    Sampling is at temperature 1 from all tokens, whatever the model's generation configuration. Log-probabilities come from separate passes
+    over the finished completions. Each shard has its own seed and is written as a whole, so that the files do not depend on interruptions
+    or on the number of processes, which share the shards under `accelerate launch`.
 
     The rows, prompt by prompt, have these columns: `prompt_index`, `sample_index`, `prompt` (as the model reads it),
     `messages` (JSON, of conversations), `prompt_ids`, `completion` (without special tokens), `completion_ids`, `length`, `ended` (whether by an end token),
@@ -147,15 +141,13 @@ def sample_completions(
         model, reference (`str` or [`~transformers.PreTrainedModel`]):
             Model to sample from, and optionally one for `kl`, or their paths or Hub ids.
         prompts ([`~datasets.Dataset`] or `Sequence`):
-            The P prompts: plain text, messages, or rows with a `"prompt"`, whose other columns reach the reward
-            functions.
+            The P prompts: plain text, messages, or rows with a `"prompt"`, whose other columns reach the reward functions.
         reward_funcs, reward_processing_classes: Rewards and their tokenizers, as TRL's trainers take them.
         settings ([`SamplingSettings`], *optional*): Settings.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*): By default loaded from the model's place.
         engine_kwargs (`dict`, *optional*):
             Further arguments of `vllm.LLM`, such as `gpu_memory_utilization`: the model that scores needs memory too.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code of models loaded by name.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code of models loaded by name.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Raises:

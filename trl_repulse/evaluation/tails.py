@@ -6,10 +6,9 @@ Legend: P prompts, N completions per prompt, n = P·N samples, S seeds (training
 Rewards have shape (P, N): N independent completions of each of P fixed prompts. Estimates are for a completion of a prompt
 chosen uniformly among the P.
 
-A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: its variance is too small by (n − 1)/n,
-and it uses normal quantiles. Intervals over seeds take the bootstrap's variances, one per source of variation, divided by
-(n − 1)/n, and Student's quantile at Satterthwaite's (1946) degrees of freedom. The variances are those of the analysis of
-variance, so nothing is drawn.
+A plain percentile bootstrap over five seeds covers some 83 % where it claims 95 %: its variance is too small by (n − 1)/n, and it uses
+normal quantiles. Intervals over seeds take the bootstrap's variances, one per source of variation, divided by (n − 1)/n, and Student's
+quantile at Satterthwaite's (1946) degrees of freedom. The variances are those of the analysis of variance, so nothing is drawn.
 """
 
 import math
@@ -44,16 +43,14 @@ def prob_below(rewards: np.ndarray, threshold: float, confidence: float = 0.95) 
     """
     P(r < threshold), with the exact interval of Clopper and Pearson (1934). `samples` are those below the threshold.
 
-    With no sample below the threshold, the upper end is 3.7 / n for 95 %. With several prompts the interval is
-    conservative, since a sum of binomial counts varies less than one binomial count of the same mean.
+    With no sample below the threshold, the upper end is 3.7 / n for 95 %. With several prompts the interval is conservative, since a sum of
+    binomial counts varies less than one binomial count of the same mean. Here and below, raises `ValueError` if an argument is out of
+    range.
 
     Args:
         rewards (`numpy.ndarray` of shape `(P, N)`): Rewards.
         threshold (`float`): η, in units of reward; a reward equal to it is not below it.
         confidence (`float`, *optional*, defaults to `0.95`): Nominal coverage, here and below.
-
-    Raises:
-        `ValueError`: Here and below, if an argument is out of range.
     """
     rewards = _checked(rewards, confidence)
     if math.isnan(threshold):
@@ -88,14 +85,12 @@ def mean(rewards: np.ndarray, confidence: float = 0.95) -> Estimate:
 
 def cvar(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Estimate:
     """
-    Conditional value at risk: the mean reward of the worst share `level`, in (0, 1), of completions. `samples` is
-    level·n.
+    Conditional value at risk: the mean reward of the worst share `level`, in (0, 1), of completions. `samples` is level·n.
 
-    The tail is the lowest level·n samples, the last one counted in part. The interval is that of [`mean`] for the
-    influence values q − (q − r)₊ / level, with q the empirical quantile. With fewer than [`MIN_TAIL`] samples in the
-    tail, both ends are infinite, since no interval tried had its nominal coverage, and the estimate is biased upwards.
-    If fewer than [`MIN_BELOW`] of them lie below the quantile, because of ties, there is no lower end, and the upper
-    end is the quantile's.
+    The tail is the lowest level·n samples, the last one counted in part. The interval is that of [`mean`] for the influence values
+    q − (q − r)₊ / level, with q the empirical quantile. With fewer than [`MIN_TAIL`] samples in the tail, both ends are infinite, since no
+    interval tried had its nominal coverage, and the estimate is biased upwards. If fewer than [`MIN_BELOW`] of them lie below the quantile,
+    because of ties, there is no lower end, and the upper end is the quantile's.
     """
     rewards = _checked(rewards, confidence)
     check_share("level", level)
@@ -139,8 +134,7 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
-    """q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate
-    to first order."""
+    """q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate to first order."""
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
     influence: np.ndarray = q - np.maximum(q - rewards, 0.0) / level
@@ -224,15 +218,13 @@ def combined_interval(
 
 def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
     """
-    Interval for the mean over seeds and prompts, both taken as random draws, from the mean of each seed's samples of
-    each prompt, (S, P).
+    Interval for the mean over seeds and prompts, both taken as random draws, from the mean of each seed's samples of each prompt, (S, P).
 
-    The variance is that between seeds plus that between prompts minus that of single cells, which both include. If an
-    F test finds that seeds or prompts differ no more than single cells do, they are pooled (Bancroft, 1964). Coverage
-    is lower with few seeds or prompts whose distribution is far from normal. With one seed or one prompt, the interval
-    is over the other alone. Two of either cannot be tested and raise `ValueError` beside several of the other: take
-    means, `cells.mean(axis=1, keepdims=True)`, for an interval over seeds for these prompts. The ends are infinite for
-    a single cell.
+    The variance is that between seeds plus that between prompts minus that of single cells, which both include. If an F test finds that
+    seeds or prompts differ no more than single cells do, they are pooled (Bancroft, 1964). Coverage is lower with few seeds or prompts
+    whose distribution is far from normal. With one seed or one prompt, the interval is over the other alone. Two of either cannot be tested
+    and raise `ValueError` beside several of the other: take means, `cells.mean(axis=1, keepdims=True)`, for an interval over seeds for
+    these prompts. The ends are infinite for a single cell.
     """
     seeds, prompts = cells.shape
     if min(seeds, prompts) == 2:

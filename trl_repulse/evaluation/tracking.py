@@ -33,13 +33,14 @@ class TrackingCallback(TrainerCallback):
     @property
     def samples(self) -> int:
         args = self.trainer.args
-        rounds = math.ceil(self._micro_batches / (args.steps_per_generation * args.num_iterations))
-        a_round = args.generation_batch_size
+        # TRL draws a generation batch each `steps_per_generation * num_iterations` micro-batches
+        batches = math.ceil(self._micro_batches / (args.steps_per_generation * args.num_iterations))
+        size = args.generation_batch_size
         if isinstance(args, NegativeTermConfig) and args.draws_twice:
             prompts = args.generation_batch_size // args.num_generations
-            draws = args.num_proposal_generations or args.num_generations
-            a_round += prompts * draws * args.proposal_updates_per_step
-        return rounds * a_round
+            extra = args.num_proposal_generations or args.num_generations
+            size += prompts * extra * args.proposal_updates_per_step
+        return batches * size
 
     @property
     def seconds(self) -> float:

@@ -55,8 +55,7 @@ def check_vllm() -> None:
         available = is_vllm_available()
     if not available:
         raise ImportError(
-            "`use_vllm=True` needs vLLM, which is not installed; run `pip install 'trl-repulse[vllm]'`, or set "
-            "`use_vllm=False`."
+            "`use_vllm=True` needs vLLM, which is not installed; run `pip install 'trl-repulse[vllm]'`, or set `use_vllm=False`."
         )
     unsupported = [str(warning.message) for warning in caught if "supports vLLM versions" in str(warning.message)]
     if unsupported:
@@ -76,9 +75,8 @@ def check_adapter(config: "PeftConfig") -> None:
 
 
 def is_pushable(config: "PeftConfig") -> bool:
-    """Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing
-    else. Not over the head or the embedding, which vLLM refuses for most architectures. Others are merged in each
-    push."""
+    """Whether vLLM can take an adapter as it is: LoRA over linear layers, with one rank and one scale, and nothing else. Not over the head
+    or the embedding, which vLLM refuses for most architectures. Others are merged in each push."""
     return (
         config.peft_type == "LORA"
         and config.bias == "none"
@@ -122,14 +120,12 @@ def check_tied(model: "PeftModel", adapter: str) -> None:
     shared = [getattr(layer, "original_module", getattr(layer, "base_layer", layer)).weight for layer in layers]
     copies = [getattr(layer, "modules_to_save", {}) for layer in layers]
     own = [given[adapter].weight if adapter in given else p for given, p in zip(copies, shared, strict=True)]
-    merged = any(
-        model.prefix in name and adapter in name.split(".") for layer in layers for name, _ in layer.named_parameters()
-    )
+    names = [name for layer in layers for name, _ in layer.named_parameters()]
+    merged = any(model.prefix in name and adapter in name.split(".") for name in names)
     if shared[0] is shared[1] and (merged or own[0] is not own[1]):
         raise ValueError(
-            f"Adapter {adapter!r} changes the head or the embedding, which have the same weights in this model "
-            "(`tie_word_embeddings`) and in vLLM; leave them out of `target_modules` and `modules_to_save`, or generate "
-            "without vLLM."
+            f"Adapter {adapter!r} changes the head or the embedding, which have the same weights in this model (`tie_word_embeddings`) and "
+            "in vLLM; leave them out of `target_modules` and `modules_to_save`, or generate without vLLM."
         )
 
 
@@ -142,9 +138,8 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
     cannot serve adapters of the model's architecture, or is too old to take weights below them, no room is made, and
     they are merged. Way out: further arguments of `VLLMGeneration` for `vllm.LLM`.
 
-    `dtype` is the precision in which the models run elsewhere (`"float32"`), `prefix` what the caller's arguments have
-    before TRL's names for them. Raises `ValueError` if an adapter can neither be pushed nor merged, `RuntimeError` if
-    the engine does not fit into memory.
+    `dtype` is the precision in which the models run elsewhere (`"float32"`), `prefix` what the caller's arguments have before TRL's names
+    for them. Raises `ValueError` if an adapter can neither be pushed nor merged, `RuntimeError` if the engine does not fit into memory.
     """
     for config in adapters:
         check_adapter(config)
@@ -155,12 +150,8 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
         options["dtype"] = dtype
         if pushed and serves_adapters(model, options.get("trust_remote_code", False)):
             room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
-            options |= {
-                "enable_lora": True,
-                "max_lora_rank": room,
-                "max_loras": len(pushed),
-                "max_cpu_loras": len(pushed),
-            }
+            options |= {"enable_lora": True, "max_lora_rank": room}
+            options |= {"max_loras": len(pushed), "max_cpu_loras": len(pushed)}
         return original(model=model, **options)
 
     vllm_generation.LLM = build
@@ -247,8 +238,7 @@ class EngineView:
 
 
 def wake_weights(engine: VLLMGeneration) -> None:
-    """Brings the weights of a sleeping engine back to the device; at sleep level 2 they hold nothing until the next
-    push."""
+    """Brings the weights of a sleeping engine back to the device; at sleep level 2 they hold nothing until the next push."""
     if engine.enable_sleep_mode and engine._llm_weights_sleeping:
         vllm_generation.empty_cache()
         engine.llm.wake_up(tags=["weights"])
@@ -282,9 +272,8 @@ def push_weights(engine: VLLMGeneration, model: Any, adapter: str | None = None)
 
 
 def _process_tied_head(model: torch.nn.Module) -> None:
-    """Lets an LM head that has the embedding's weights see the new ones. vLLM (0.30) leaves a layer that is given
-    no weights of its own as it was; on CPU, that is a packed copy of the old ones. Way out: `reload_weights`
-    knowing tied layers."""
+    """Lets an LM head that has the embedding's weights see the new ones. vLLM (0.30) leaves a layer that is given no weights of its own as
+    it was; on CPU, that is a packed copy of the old ones. Way out: `reload_weights` knowing tied layers."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -294,10 +283,9 @@ def _process_tied_head(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _plain_weights(engine: VLLMGeneration, model: Any, adapter: str | None) -> Iterator[Callable[[], _Weights]]:
-    """Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout,
-    whatever fails. In place of TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it
-    has been read to its end, never if it is not, and knows no other name than "default". Way out: a context and an
-    adapter's name there."""
+    """Context in which a function lists weights by the names vLLM expects; an adapter is merged throughout, whatever fails. In place of
+    TRL's `_iter_named_params` for PEFT models, which takes adapters apart as soon as it has been read to its end, never if it is not, and
+    knows no other name than "default". Way out: a context and an adapter's name there."""
     if not is_peft_model(model):
         yield engine._iter_named_params
     elif adapter is None:

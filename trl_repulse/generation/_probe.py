@@ -71,19 +71,15 @@ class Guard:
 
 
 def probe(
-    model: nn.Module,
-    training: bool = False,
-    samples: bool = True,
-    generation_config: GenerationConfig | None = None,
+    model: nn.Module, training: bool = False, samples: bool = True, generation_config: GenerationConfig | None = None
 ) -> Guard:
     """
     Compares the passes of sampling and scoring with full, unpadded passes of single rows, and warns of differences.
 
-    Three rows of a few tokens are run one by one, together, behind left padding, and through `generate` (forced to
-    draw the same tokens) with equal and with padded prompts. Log-probabilities agree if they differ by at most a
-    multiple of what one rounding of the embeddings changes, in the model's precision. The difference is the root mean
-    square over the vocabulary, and its median over positions counts, since rounding can send single tokens to another
-    expert. Differences that need more tokens are not seen.
+    Three rows of a few tokens are run one by one, together, behind left padding, and through `generate` (forced to draw the same tokens)
+    with equal and with padded prompts. Log-probabilities agree if they differ by at most a multiple of what one rounding of the embeddings
+    changes, in the model's precision. The difference is the root mean square over the vocabulary, and its median over positions counts,
+    since rounding can send single tokens to another expert. Differences that need more tokens are not seen.
 
     `model` has the adapter it will run with; its mode, random states and gradients are kept. `training` is whether it
     will run in training mode, without dropout, `samples` whether `generate` will be used, with `generation_config`.
@@ -140,9 +136,8 @@ def probe_values(model: nn.Module) -> Guard:
 
 
 def reads_prompts_once(model: nn.Module, training: bool, generation_config: GenerationConfig) -> bool:
-    """Whether `generate` draws from the model's distribution within
-    [`~trl_repulse.generation.drawing.prompts_read_once`]. `False` with another kind of cache, none, or more rows than
-    prompts, and if a pass fails."""
+    """Whether `generate` draws from the model's distribution within [`~trl_repulse.generation.drawing.prompts_read_once`]. `False` with
+    another kind of cache, none, or more rows than prompts, and if a pass fails."""
     multiplied = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1) > 1
     if generation_config.cache_implementation is not None or generation_config.use_cache is False or multiplied:
         return False
@@ -206,16 +201,13 @@ def _log_probs(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor | None]
     return read
 
 
-def _check_rows(passes: "Passes", model: nn.Module) -> None:
+def _scoring_guard(passes: "Passes", model: nn.Module) -> Guard:
+    """Whether rows can be scored behind padding. Raises `ValueError` if rows in a batch change each other."""
     if not passes.agree(passes.together):
         raise ValueError(
             f"{describe(model)} predicts something else for a text in a batch than for the text alone (rows that see each other, "
             "or positions counted otherwise), so that batches cannot be sampled or scored; use another model."
         )
-
-
-def _scoring_guard(passes: "Passes", model: nn.Module) -> Guard:
-    _check_rows(passes, model)
     guard = Guard(score_by_length=not passes.agree(passes.padded))
     if guard.score_by_length:
         logger.warning_once(
@@ -226,6 +218,7 @@ def _scoring_guard(passes: "Passes", model: nn.Module) -> Guard:
 
 
 def _sampling_guard(passes: "Passes", model: nn.Module, config: GenerationConfig) -> Guard:
+    """The first way in which `generate` draws from the model's distribution: with its cache, or without; with padding, or without."""
     for use_cache in (False,) if config.use_cache is False else (True, False):
         if passes.agree(lambda cache=use_cache: passes.generated(EQUAL, config, cache)):
             mixed = passes.agree(lambda cache=use_cache: passes.generated(PROMPTS, config, cache))
@@ -250,8 +243,7 @@ class _Forced(LogitsProcessor):
 
 
 class Passes:
-    """Passes over a few rows of tokens. Methods return predictions (B, S, V) of S tokens after each prompt, and what
-    they should be."""
+    """Passes over a few rows of tokens. Methods return predictions (B, S, V) of S tokens after each prompt, and what they should be."""
 
     def __init__(self, model: nn.Module, read: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]):
         self._model, self._read = model, read
@@ -383,12 +375,10 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
     """Relative rounding error of the model's numbers."""
     if getattr(model, "is_quantized", False):
         return 2**-7  # activations may have 8 bits, scaled over a batch
+    # In models of float64, parts of layers and the comparison use float32
+    eps = torch.finfo(torch.float32 if values.dtype == torch.float64 else values.dtype).eps
     if values.is_cuda and values.dtype == torch.float32:
         eps = 2**-10  # TF32, which convolutions use by default
-    else:
-        eps = torch.finfo(values.dtype).eps
-        if values.dtype == torch.float64:
-            eps = torch.finfo(torch.float32).eps  # parts of layers and the comparison use float32
     device = values.device.type
     if torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
@@ -396,8 +386,7 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor, share: float = 0.5) -> float:
-    """Root mean square over the vocabulary that a share of positions stays within; infinite if only `found` has
-    NaN."""
+    """Root mean square over the vocabulary that a share of positions stays within; infinite if only `found` has NaN."""
     gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf for excluded tokens
     gap = gap.masked_fill(found.isnan() & expected.isnan(), 0.0).nan_to_num(nan=math.inf)
     distances = gap.square().mean(dim=-1).sqrt()

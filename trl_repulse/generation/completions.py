@@ -40,12 +40,8 @@ def tokenize(
     prompts: Sequence[str | list[dict[str, str]]],
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[list[int]]:
-    """
-    Token ids of prompts (plain text, or conversations as lists of messages), as TRL's trainers make them.
-
-    Raises:
-        `ValueError`: If the chat template is missing or fails, or the tokenizer ends plain text with its end token.
-    """
+    """Token ids of prompts (plain text, or conversations as lists of messages), as TRL's trainers make them. Raises a `ValueError` if the
+    chat template is missing or fails, or the tokenizer ends plain text with its end token."""
     rows: list[list[int]] = []
     for prompt in prompts[:1]:
         warn_of_template(tokenizer, prompt, chat_template_kwargs)
@@ -74,12 +70,8 @@ def group_completions(
 
 
 def check_one_family(models: dict[str, PreTrainedModel]) -> None:
-    """
-    Checks that models can replace one another: same architecture, size and vocabulary.
-
-    Raises:
-        `ValueError`: If they differ; names the models and the difference.
-    """
+    """Checks that models can replace one another: same architecture, size and vocabulary. Raises a `ValueError` that names the models and
+    the difference if they do not."""
     (first, model), *others = models.items()
     shape = _shape(model)
     for name, other in others:

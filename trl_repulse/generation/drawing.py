@@ -30,9 +30,7 @@ from ..models._adapters import base_of
 from ..models._model_checks import vocab_size
 
 
-_WARNING = "We strongly recommend passing in an `attention_mask`"
-
-
+# Model -> what `_facts` found out
 _FACTS: WeakKeyDictionary[Any, tuple[ReferenceType[Any], frozenset[str]]] = WeakKeyDictionary()
 
 
@@ -98,10 +96,9 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
     """
     Context in which `generate` ignores the sampling settings that the (unwrapped) model was saved with.
 
-    transformers (5.23) fills what a passed `generation_config` leaves unset from the model's own: `typical_p`,
-    `suppress_tokens` and others would change the distribution, and with it every importance weight. Way out:
-    `generate` taking what it is passed. Its warning about padding is left out: transformers (5.24) drops a mask of
-    ones, and then warns of completions that have ended.
+    transformers (5.23) fills what a passed `generation_config` leaves unset from the model's own: `typical_p`, `suppress_tokens` and others
+    would change the distribution, and with it every importance weight. Way out: `generate` taking what it is passed. Its warning about
+    padding is left out: transformers (5.24) drops a mask of ones, and then warns of completions that have ended.
     """
     model = getattr(model, "_orig_mod", model)  # compiled
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
@@ -122,7 +119,7 @@ def without_generation_defaults(model: PreTrainedModel) -> Iterator[GenerationCo
 
 
 def _is_no_warning_of_padding(record: logging.LogRecord) -> bool:
-    return _WARNING not in record.getMessage()
+    return "We strongly recommend passing in an `attention_mask`" not in record.getMessage()
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -146,9 +143,8 @@ _ROOM = 32  # tokens
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of a layer with spare room for many tokens. A [`~transformers.cache_utils.DynamicLayer`]
-    copies everything for each token. Here a pass writes into tensors that the pass before returned, so with
-    gradients the layer copies as well."""
+    """Keys and values of a layer with spare room for many tokens. A [`~transformers.cache_utils.DynamicLayer`] copies everything for each
+    token. Here a pass writes into tensors that the pass before returned, so with gradients the layer copies as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,10 +204,8 @@ def _read_once(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, rows: to
 def logits_after_prompts(
     model: nn.Module, prompts: tuple[torch.Tensor, ...], rows: torch.Tensor, completions: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """
-    Logits (B, T, V) of completions, whose prompts go through the model once each: tokens and mask of left-padded prompts, (P, L) with
-    L > 1, the prompt of each completion, (B,), and tokens and mask of right-padded completions, (B, T).
-    """
+    """Logits (B, T, V) of completions, whose prompts go through the model once each: tokens and mask of left-padded prompts, (P, L) with
+    L > 1, the prompt of each completion, (B,), and tokens and mask of right-padded completions, (B, T)."""
     cache = _read_once(model, *prompts, rows)
     # The last token of a prompt and all but the last of a completion predict the completion
     ids = torch.cat([prompts[0][rows, -1:], completions[0][:, :-1]], dim=1)
@@ -248,6 +242,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
     generate = base.generate
 
     def generate_from_cache(*args: Any, **kwargs: Any) -> Any:
+        """As `generate`, but a prompt that several rows have is read once."""
         ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
         if args or ids is None or mask is None or any(kwargs.get(name) is not None for name in _NAMES):
             return generate(*args, **kwargs)
@@ -264,10 +259,8 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
 
 @contextlib.contextmanager
 def casting_once(model: nn.Module) -> Iterator[None]:
-    """
-    Context in which autocast casts each weight once, frozen ones too, and keeps the casts as long as it lasts: it keeps those of leaves
-    that require a gradient only. Passes must not record gradients.
-    """
+    """Context in which autocast casts each weight once, frozen ones too, and keeps the casts as long as it lasts: it keeps those of leaves
+    that require a gradient only. Passes must not record gradients."""
     frozen = [p for p in model.parameters() if p.dtype == torch.float32 and p.is_leaf and not p.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
@@ -284,10 +277,8 @@ class Sampler:
     Draws each token from softmax(z / `temperature` + `bias`), z being the logits of the model.
 
     Args:
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature.
-        bias (`torch.Tensor` of shape `(V,)`, *optional*):
-            What is added to the logits of each token, nats.
+        temperature (`float`, *optional*, defaults to `1.0`): Temperature.
+        bias (`torch.Tensor` of shape `(V,)`, *optional*): What is added to the logits of each token, nats.
     """
 
     temperature: float = 1.0
@@ -332,10 +323,8 @@ def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Ite
 
 
 class InverseTransform(LogitsProcessor):
-    """
-    Draws the next token of each row by inverting the cumulative distribution, and leaves a finite score to it alone, so that
-    greedy decoding takes it. Sums are in float64: in float32 a token with a probability below 6e-8 could be lost.
-    """
+    """Draws the next token of each row by inverting the cumulative distribution, and leaves a finite score to it alone, so that greedy
+    decoding takes it. Sums are in float64: in float32 a token with a probability below 6e-8 could be lost."""
 
     def __init__(self, temperature: float = 1.0):
         self.temperature = temperature
@@ -359,15 +348,14 @@ _NEUTRAL = {
 
 @contextlib.contextmanager
 def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
-    """
-    Context in which `model.generate` draws by [`InverseTransform`] on a CPU, if the vocabulary is large and all tokens may be
-    drawn. The distribution is the same; random numbers are others.
-    """
+    """Context in which `model.generate` draws by [`InverseTransform`] on a CPU, if the vocabulary is large and all tokens may be drawn. The
+    distribution is the same; random numbers are others."""
     base = _facts(model)[0]
     generate = base.generate
     large = base.config.get_text_config(decoder=True).vocab_size >= _LARGE_VOCABULARY
 
     def generate_by_inversion(*args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
+        """As `generate`, by one uniform number a token where that is the same distribution and faster."""
         config = generation_config
         plain = config is not None and all(
             getattr(config, name, None) in allowed for name, allowed in _NEUTRAL.items()

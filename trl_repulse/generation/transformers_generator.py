@@ -32,11 +32,9 @@ def draw(
     on_drawn: Callable[[int], object] = lambda count: None,
     **settings: Any,
 ) -> list[list[int]]:
-    """
-    A completion of each prompt, up to its end token, from all tokens at temperature 1 unless `settings` of
-    [`~transformers.GenerationConfig`] say otherwise. `on_drawn` gets the number of completions of each batch. Neighbours with the
-    same prompt have it read once, where `guard` allows it.
-    """
+    """A completion of each prompt, up to its end token, from all tokens at temperature 1 unless `settings` of
+    [`~transformers.GenerationConfig`] say otherwise. `on_drawn` gets the number of completions of each batch. Neighbours with the same
+    prompt have it read once, where `guard` allows it."""
     settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings
     settings = {"eos_token_id": end_tokens(model, tokenizer) or None} | settings
     settings |= {} if guard.use_cache else {"use_cache": False}
@@ -66,9 +64,8 @@ class TransformersGenerator:
     """
     Draws completions from several models, one at a time, with transformers' `generate`.
 
-    Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise.
-    Settings that a model was saved with (`top_p`, `suppress_tokens`, ...) are ignored, except for its end tokens,
-    which end a completion like the tokenizer's.
+    Samples follow the models exactly (temperature 1, whole vocabulary) unless `generation_kwargs` say otherwise. Settings that a model was
+    saved with (`top_p`, `suppress_tokens`, ...) are ignored, except for its end tokens, which end a completion like the tokenizer's.
 
     Example:
 

@@ -77,8 +77,7 @@ class VLLMGenerator:
             `max_completion_length`, `gpu_memory_utilization`, `tensor_parallel_size`, ...
 
     Attributes:
-        pushes (`Counter[str]`):
-            How often each model's weights went to the engine; a base that adapters share counts as `"base"`.
+        pushes (`Counter[str]`): How often each model's weights went to the engine; a base that adapters share counts as `"base"`.
         log_probs (`list[list[float]]`): The engine's own log-probabilities of the latest completions' tokens, in nats.
 
     Raises:
@@ -173,8 +172,7 @@ class VLLMGenerator:
             name (`str`): Name of the model.
             num_generations (`int`, *optional*):
                 Completions a prompt, where [`generate`] is told another number by a trainer that does not know better.
-            sampler ([`Sampler`], *optional*):
-                What draws from the model's logits. In server mode it may have a temperature alone.
+            sampler ([`Sampler`], *optional*): What draws from the model's logits. In server mode it may have a temperature alone.
         """
         before = self._current, self._num_generations, self._sampler
         self._current, self._num_generations, self._sampler = name, num_generations, sampler
@@ -186,13 +184,11 @@ class VLLMGenerator:
     @contextlib.contextmanager
     def together(self, name: str, rows: tuple[int, int] = (1, 1), sampler: Sampler = POLICY) -> Iterator[None]:
         """
-        Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve
-        both.
+        Context in which [`generate`] draws for a second model too, in the same call of the engine, if one can serve both.
 
-        One can where both are adapters over one base that are pushed as adapters, or where the second is the first,
-        drawn by another sampler. What is drawn for the second is kept for the next [`generate`] that asks for it with
-        the same prompts; it is dropped if the model's weights are declared changed before. Elsewhere the context does
-        nothing.
+        One can where both are adapters over one base that are pushed as adapters, or where the second is the first, drawn by another
+        sampler. What is drawn for the second is kept for the next [`generate`] that asks for it with the same prompts; it is dropped if the
+        model's weights are declared changed before. Elsewhere the context does nothing.
 
         Args:
             name (`str`): Name of the second model.
@@ -292,15 +288,7 @@ class VLLMGenerator:
         self, prompts: Sequence[str | list[dict[str, str]]], model: str, num_completions: int = 1
     ) -> list[list[Completion]]:
         """
-        Draws completions. All processes must call it.
-
-        Args:
-            prompts (`Sequence`): Plain text, or conversations as lists of messages.
-            model (`str`): Name of the model to draw from.
-            num_completions (`int`, *optional*, defaults to `1`): Completions a prompt.
-
-        Returns:
-            `list[list[Completion]]`: `num_completions` for each prompt.
+        Draws completions as [`TransformersGenerator.complete`] does, with the current weights. All processes must call it.
 
         Raises:
             `KeyError`: If there is no such model.
@@ -379,6 +367,7 @@ def _build_engine(
     accelerator: Accelerator,
     options: dict[str, Any],
 ) -> VLLMGeneration:
+    """TRL's vLLM engine of the first model, with random states as they were but for each engine's own seed."""
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
     first = next(iter(models.values()))
     # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by

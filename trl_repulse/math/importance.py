@@ -120,10 +120,9 @@ def log_mixture_weights(
     """
     Log-weights of samples of two samplers against both at once: log p + log φ − log m, m = (n·p + k·q) / (n + k).
 
-    This is the balance heuristic of multiple importance sampling ([Veach and Guibas,
-    1995](https://doi.org/10.1145/218380.218498)). A prompt's n samples of the policy p and k of another sampler q count as
-    n + k samples of their mixture m. No weight exceeds φ·(n + k)/n, however far q is from p, and the mean weight over all
-    n + k samples estimates Z = E_p[φ] without bias.
+    This is the balance heuristic of multiple importance sampling ([Veach and Guibas, 1995](https://doi.org/10.1145/218380.218498)). A
+    prompt's n samples of the policy p and k of another sampler q count as n + k samples of their mixture m. No weight exceeds φ·(n + k)/n,
+    however far q is from p, and the mean weight over all n + k samples estimates Z = E_p[φ] without bias.
 
     Args:
         log_p, log_q (`torch.Tensor`):
@@ -149,6 +148,7 @@ def log_mixture_weights(
 
 
 def _check_log_w(log_w: torch.Tensor) -> None:
+    """Raises a `ValueError` if log-weights are not (P, K), or hold NaN or +inf."""
     require_shape("log_w", log_w, (-1, -1))
     if bool((log_w.isnan() | (log_w == torch.inf)).any()):
         raise ValueError(

@@ -40,8 +40,7 @@ def indicator_transform(reward: torch.Tensor, alpha: float, threshold: float) ->
 
 
 def transform_rewards(args: Any, reward: torch.Tensor) -> torch.Tensor:
-    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.SharedConfig`]; r itself
-    without one."""
+    """The reward r' that the policy maximises, by the transform of a [`~trl_repulse.configs.SharedConfig`]; r itself without one."""
     if args.reward_transform == "exponential":
         return exponential_transform(reward, args.reward_transform_alpha, args.reward_transform_beta)
     if args.reward_transform == "indicator":
@@ -108,8 +107,7 @@ def kl_token_rewards(
 
     Args:
         log_p, log_ref, mask (`torch.Tensor`):
-            Log-probabilities (nats) under the policy that drew the completions and under the reference, and mask, all of shape
-            (P, N, T).
+            Log-probabilities (nats) under the policy that drew the completions and under the reference, and mask, all of shape (P, N, T).
         reward (`torch.Tensor`):
             Rewards of shape (P, N), after the transform. NaN puts NaN at the last token.
         kl_coefficient (`float`):
@@ -156,9 +154,8 @@ def compute_advantages(
             correction, as TRL does).
 
     Returns:
-        `torch.Tensor`: Advantages of shape (P, N), detached. A sample left out gets 0 and is in no baseline, mean or standard
-        deviation. So does the only sample left of a prompt under `"leave_one_out"` and `"group_mean"`, and, normalised, the
-        only one of the batch.
+        `torch.Tensor`: Advantages of shape (P, N), detached. A sample left out gets 0 and is in no baseline, mean or standard deviation. So
+        does the only sample left of a prompt under `"leave_one_out"` and `"group_mean"`, and, normalised, the only one of the batch.
 
     Raises:
         `ValueError`: If N is 1 under `"leave_one_out"` or `"group_mean"`, a return is infinite, or `baseline` is unknown.

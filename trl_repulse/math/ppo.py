@@ -103,8 +103,7 @@ def value_loss(
 
     Args:
         values, old_values, returns, mask (`torch.Tensor`):
-            Values now and at sampling time, their regression targets, and mask, all of shape (B, T). All but `values` are
-            detached here.
+            Values now and at sampling time, their regression targets, and mask, all of shape (B, T). All but `values` are detached here.
         clip (`float`, *optional*, defaults to `0.2`):
             How far a value may move from its old one, in units of reward; `None` does not clip.
         denominator (`float` or `torch.Tensor`, *optional*):

@@ -157,8 +157,7 @@ def sixo_negative_weights(
             As for [`ctl_coefficients`]; whole groups, at sampling time.
 
     Returns:
-        `torch.Tensor`: Weights of shape (P, N), detached; 0 for samples without a reward, and in prompts whose
-        `normalized_w` are all 0.
+        `torch.Tensor`: Weights of shape (P, N), detached; 0 for samples without a reward, and in prompts whose `normalized_w` are all 0.
     """
     require_shape("log_q", log_q, tuple(log_p.shape))
     require_shape("normalized_w", normalized_w, tuple(log_p.shape[:-1]))

@@ -126,6 +126,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return log_importance_weights(log_p, log_q, log_potential, mask)  # (P, K)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
+        """Logs effective sample sizes, and how far the proposal's estimate of log Z is below what the policy's samples give."""
         assert weights.log_w is not None
         scored = ~self.services.by_prompt(units.extra_samples.rewards, shape.extra).isnan()
         self.logs.importance(PROPOSAL_FOLDER, weights.log_w, scored)

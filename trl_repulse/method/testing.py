@@ -33,6 +33,7 @@ def record_weights(term: NegativeTerm) -> list[Weighed]:
     weigh = term.weigh
 
     def recorded(units: Units, scores: SetScores, shape: Shape) -> Weights:
+        """`weigh`, checked to change nothing of its units; keeps what went in and out."""
         before = {name: x.clone() for name, x in units.to_batch().items()}
         weights = weigh(units, scores, shape)
         after = units.to_batch()

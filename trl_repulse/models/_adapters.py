@@ -165,6 +165,8 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
     original = type(model)._set_gradient_checkpointing
 
     def bound_to(layers: list[nn.Module], checkpoint: Any) -> Any:
+        """`checkpoint`, which runs again with the adapters that were active in the first pass."""
+
         def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             adapters = [layer._active_adapter for layer in layers]
 

@@ -1,5 +1,4 @@
-"""FSDP2 for a second model: preparation, sharded weights and optimizer states. All processes must call every
-function."""
+"""FSDP2 for a second model: preparation, sharded weights and optimizer states. All processes must call every function."""
 
 import dataclasses
 from pathlib import Path

@@ -25,10 +25,9 @@ _TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassificati
 
 
 def load_model(auto_class: Any, name: str, part: str, **options: Any) -> PreTrainedModel:
-    """Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base.
-    `part` is the model's role in messages, and `options` go to `from_pretrained`. Raises `ValueError` if the model
-    cannot be loaded, lacks weights (a classifier loaded as a language model would have a random head), or is not
-    the language model asked for."""
+    """Loads a model and checks that no weights are missing. An adapter is loaded into the layers of its base. `part` is the model's role in
+    messages, and `options` go to `from_pretrained`. Raises `ValueError` if the model cannot be loaded, lacks weights (a classifier loaded
+    as a language model would have a random head), or is not the language model asked for."""
     _check_path(name, part)
     if auto_class is AutoModelForCausalLM:
         check_language_model(name, f"The {part} `{name}`", options.get("revision"), headless=True)
@@ -87,8 +86,7 @@ def _load_adapter(auto_class: Any, name: str, revision: str | None = None, **opt
 
 
 def load_config(name: str, part: str, revision: str | None = None, **options: Any) -> PretrainedConfig:
-    """Loads a model's configuration without its weights; that of the base for an adapter. Raises `ValueError` if it
-    cannot be loaded."""
+    """Loads a model's configuration without its weights; that of the base for an adapter. Raises `ValueError` if it cannot be loaded."""
     _check_path(name, part)
     adapter = _adapter_config(name, revision) or {}
     base = adapter.get("base_model_name_or_path")
@@ -178,10 +176,8 @@ def _resize(model: PreTrainedModel, weights: dict[str, Any]) -> None:
 
 
 def _lacks(missing: list[str], model: PreTrainedModel) -> str:
-    return (
-        f"has no weights for {', '.join(missing[:3])}, which {type(model).__name__} needs; give a checkpoint that was "
-        "trained as one."
-    )
+    """The end of a sentence about a checkpoint without weights of the model's class, with the remedy."""
+    return f"has no weights for {', '.join(missing[:3])}, which {type(model).__name__} needs; give a checkpoint that was trained as one."
 
 
 def _mismatch(name: str, error: RuntimeError, options: dict[str, Any]) -> str:

@@ -61,8 +61,7 @@ def check_forward_pass(adapter: Any, refused: Sequence[str] = ()) -> None:
 
 
 def check_reward_model(model: nn.Module, label: str) -> None:
-    """Refuses reward models whose first logit is no reward: language models, models without a head, and classifiers of
-    several labels."""
+    """Refuses reward models whose first logit is no reward: language models, models without a head, and classifiers of several labels."""
     base = _base(model)
     _check_weights(model, label)
     name = type(base).__name__
@@ -147,25 +146,21 @@ def check_token_ids(
 
 def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
     """Refuses `trainable_token_indices` in adapters if the embedding is tied to the head."""
-    if getattr(config.get_text_config(), "tie_word_embeddings", False) or getattr(
-        config, "tie_word_embeddings", False
-    ):
-        if any(getattr(each, "trainable_token_indices", None) for each in configs):
-            raise ValueError(
-                "`trainable_token_indices` of the adapter's configuration trains an embedding that is the head as well "
-                "(`tie_word_embeddings`), and completions are scored without what it trains; leave it out, or untie the two."
-            )
+    tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config()))
+    if tied and any(getattr(each, "trainable_token_indices", None) for each in configs):
+        raise ValueError(
+            "`trainable_token_indices` of the adapter's configuration trains an embedding that is the head as well "
+            "(`tie_word_embeddings`), and completions are scored without what it trains; leave it out, or untie the two."
+        )
 
 
 def _base(model: Any) -> Any:
     """A model without `torch.compile` and PEFT around it."""
-    model = getattr(model, "_orig_mod", model)  # compiled
-    return base_of(model)
+    return base_of(getattr(model, "_orig_mod", model))
 
 
 def _check_weights(model: nn.Module, label: str) -> None:
-    """Refuses a model on `"meta"`, unless accelerate has offloaded it or FSDP gets the weights from the first
-    process."""
+    """Refuses a model on `"meta"`, unless accelerate has offloaded it or FSDP gets the weights from the first process."""
     follows = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
     if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not follows:
         raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
@@ -178,10 +173,9 @@ def _place(p: nn.Parameter) -> int | None:
 
 
 def check_causal(model: nn.Module, label: str) -> None:
-    """Raises `ValueError` if a model cannot be sampled token by token and scored in one pass: if
-    [`check_language_model`] refuses it, it reads later tokens, or it computes with another model's weights. One
-    pass over two short texts that differ in a token decides. Mode, gradients and random states are kept. Parameters
-    that ZeRO-3 has partitioned must be gathered."""
+    """Raises `ValueError` if a model cannot be sampled token by token and scored in one pass: if [`check_language_model`] refuses it, it
+    reads later tokens, or it computes with another model's weights. One pass over two short texts that differ in a token decides. Mode,
+    gradients and random states are kept. Parameters that ZeRO-3 has partitioned must be gathered."""
     check_language_model(model, label)
     if all(p.is_meta for p in model.parameters()):  # FSDP sends the weights later, from a process that can check them
         return

@@ -10,12 +10,10 @@ from .._lazy import lazy_names
 
 
 _EXPORTS = {
-    "ChatReward": "classifiers",
+    **dict.fromkeys(("ChatReward", "SequencePairReward", "ToxicityReward"), "classifiers"),
     "GuardReward": "guard",
     "RemoteReward": "remote",
     "RewardServer": "server",
-    "SequencePairReward": "classifiers",
-    "ToxicityReward": "classifiers",
     "load_reward_function": "functions",
 }
 

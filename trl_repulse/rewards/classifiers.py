@@ -19,15 +19,12 @@ from .models import ConversationReward, ModelReward, Row
 @dataclass(eq=False, kw_only=True)
 class ClassifierReward(ModelReward):
     """
-    Base of the rewards that are a label's logit, from a sequence-classification model; not for use by itself.
+    Base of the rewards that are a label's logit, from a sequence-classification model; not for use by itself. Raises `ValueError` if the
+    model lacks the label, or has several and none is chosen.
 
     Args:
-        label (`int` or `str`, *optional*):
-            Number or name of the label whose logit is the reward. Not needed for a model with one label.
+        label (`int` or `str`, *optional*): Number or name of the label whose logit is the reward. Not needed for a model with one label.
         kwargs: As for [`~trl_repulse.rewards.models.ModelReward`].
-
-    Raises:
-        `ValueError`: If the model lacks the label, or has several and none is chosen.
     """
 
     label: int | str | None = None
@@ -35,6 +32,7 @@ class ClassifierReward(ModelReward):
     _auto_class: ClassVar[type] = AutoModelForSequenceClassification
 
     def _load(self) -> None:
+        """Finds the label's index. Raises a `ValueError` that lists the labels if there is none such."""
         super()._load()
         config = self._module.config
         names = [config.id2label[i] for i in range(config.num_labels)]
@@ -88,19 +86,15 @@ class SequencePairReward(ClassifierReward):
     """
     Reward of a classifier that reads question and answer as a pair of sequences, like DeBERTa reward models.
 
-    The answer is the completion. A plain prompt is the question.
+    The answer is the completion. A plain prompt is the question. Raises `ValueError` as [`ClassifierReward`]; when called, if a
+    conversation has no user's message.
 
     Args:
         max_length (`int`, *optional*):
-            Most tokens of question and answer; the longer of the two is cut first. Defaults to the limit of tokenizer
-            or model.
+            Most tokens of question and answer; the longer of the two is cut first. Defaults to the limit of tokenizer or model.
         question (`str`, *optional*, defaults to `"last"`):
-            Question of a conversation: the user's last message (`"last"`) or all messages, one a line, without roles
-            (`"conversation"`).
+            Question of a conversation: the user's last message (`"last"`) or all messages, one a line, without roles (`"conversation"`).
         kwargs: As for [`ClassifierReward`].
-
-    Raises:
-        `ValueError`: As [`ClassifierReward`]; when called, if a conversation has no user's message.
     """
 
     max_length: int | None = None
@@ -117,14 +111,9 @@ class SequencePairReward(ClassifierReward):
 
 @dataclass(eq=False, kw_only=True)
 class ChatReward(ConversationReward, ClassifierReward):
-    """
-    Reward of a classifier that reads a conversation in its own chat template, like Skywork's reward models.
-
-    Plain prompts and completions become a user's and an assistant's message. If both template and tokenizer add a BOS
-    token, one is kept.
-
-    Arguments and errors are those of [`ClassifierReward`] and [`~trl_repulse.rewards.models.ConversationReward`].
-    """
+    """Reward of a classifier that reads a conversation in its own chat template, like Skywork's reward models. Plain prompts and
+    completions become a user's and an assistant's message. If both template and tokenizer add a BOS token, one is kept. Arguments and
+    errors are those of [`ClassifierReward`] and [`~trl_repulse.rewards.models.ConversationReward`]."""
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         row = self._tokenize(self._render(prompt, completion))
@@ -137,7 +126,8 @@ class ToxicityReward(ClassifierReward):
     """
     Reward of a classifier that reads a whole text, such as a toxicity classifier.
 
-    The text is prompt and completion; messages are joined by line breaks, without roles.
+    The text is prompt and completion; messages are joined by line breaks, without roles. Raises `ValueError` as [`ClassifierReward`], or if
+    a model with one label is asked for log-odds.
 
     Args:
         output (`str`, *optional*, defaults to `"logit"`):
@@ -146,12 +136,8 @@ class ToxicityReward(ClassifierReward):
         negate (`bool`, *optional*, defaults to `False`):
             Whether to change the sign, for a label such as "toxic": rewards must be high for good texts.
         include_prompt (`bool`, *optional*, defaults to `True`): Whether the text begins with the prompt.
-        max_length (`int`, *optional*):
-            Most tokens of a text; most tokenizers cut its end. Defaults to the limit of tokenizer or model.
+        max_length (`int`, *optional*): Most tokens of a text; most tokenizers cut its end. Defaults to the limit of tokenizer or model.
         kwargs: As for [`ClassifierReward`].
-
-    Raises:
-        `ValueError`: As [`ClassifierReward`], or if a model with one label is asked for log-odds.
     """
 
     output: Literal["logit", "log_odds"] = "logit"

@@ -21,15 +21,12 @@ class FunctionReward:
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
         self.path = Path(path).expanduser().resolve()
-        self.function = function
+        self.function = self.__name__ = function
         self.label_column = label_column
         self._load()
 
-    @property
-    def __name__(self) -> str:
-        return self.function
-
     def _load(self) -> None:
+        """Loads the function, and what columns it takes. Raises a `ValueError` if there is no such function."""
         module = _run(self.path)
         if self.function not in vars(module):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
@@ -52,12 +49,11 @@ class FunctionReward:
         self._names = {p.name for p in named}
         self._required = {p.name for p in named if p.default is p.empty}
         self._queries = "queries" in self._names and "completions" not in self._names
-        fits = not any(p.kind is p.POSITIONAL_ONLY for p in parameters)
         if self._queries:
-            fits = fits and self._required <= {"queries", "prompts", "labels"}
+            fits = self._required <= {"queries", "prompts", "labels"}
         else:
-            fits = fits and ("completions" in self._names or self._takes_all)
-        if not fits:
+            fits = "completions" in self._names or self._takes_all
+        if not fits or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ValueError(
                 f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
             )
@@ -105,18 +101,14 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
       columns of the data set can be named.
     - OpenRLHF's, `(queries, prompts, labels)`. A query is prompt and completion: text, or a list of messages.
 
-    It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a
-    dictionary.
+    It returns one number a completion, or `None` to exclude one: as a list, a tensor, or the `"rewards"` of a dictionary. Raises
+    `ValueError` if `spec` has another form, the file is missing or fails, or the function is missing or has neither signature.
 
     Args:
         spec (`str`): File and function, `"path/to/file.py:function"`. The file is run.
         label_column (`str`, *optional*):
             Column of the data set passed as `labels`. Without it, a function of queries gets empty texts, and any
             other function the column of that name.
-
-    Raises:
-        `ValueError`: If `spec` has another form, the file is missing or fails, or the function is missing or has
-            neither signature.
     """
     path, _, function = spec.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
@@ -125,6 +117,7 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
 
 
 def _run(path: Path) -> ModuleType:
+    """Runs a file as a module. Its folder is on the path, as in a script. Raises a `ValueError` if that fails."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a Python file with a reward function.")
     name = "_trl_repulse_reward_" + re.sub(r"\W", "_", str(path))

@@ -20,9 +20,10 @@ class GuardReward(ConversationReward):
     """
     Reward of a safety classifier that is a language model, such as Llama Guard: log P(safe) − log P(unsafe), in nats.
 
-    The chat template asks whether the conversation's last message is safe, and ends where the model's verdict begins.
-    P(word) is the probability of the word's first token there, summed over the `leads` that may come before it: some
-    models write two line breaks first. Nothing is sampled.
+    The chat template asks whether the conversation's last message is safe, and ends where the model's verdict begins. P(word) is the
+    probability of the word's first token there, summed over the `leads` that may come before it: some models write two line breaks first.
+    Nothing is sampled. Raises `ValueError` as [`~trl_repulse.rewards.models.ConversationReward`], or if the verdicts have the same first
+    token.
 
     Args:
         safe, unsafe (`str`, *optional*, defaults to `"safe"` and `"unsafe"`): The two verdicts.
@@ -30,9 +31,6 @@ class GuardReward(ConversationReward):
             White space that may come before the verdict. One forward pass covers all leads that merge with the
             verdict, as a space mostly does, and one lead with tokens of its own; each further one takes another pass.
         kwargs: As for [`~trl_repulse.rewards.models.ConversationReward`]; the model is a causal language model.
-
-    Raises:
-        `ValueError`: As [`~trl_repulse.rewards.models.ConversationReward`], or if the verdicts have the same first token.
     """
 
     safe: str = "safe"
@@ -77,9 +75,8 @@ class GuardReward(ConversationReward):
                 told = not (sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1])
             if not told:
                 raise ValueError(
-                    f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the "
-                    "first token (it is the same, or unknown); choose other words with `safe` and `unsafe`, or other "
-                    "`leads`."
+                    f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the first token "
+                    "(it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
                 )
         if not verdicts:
             raise ValueError(
@@ -93,6 +90,7 @@ class GuardReward(ConversationReward):
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def _score(self, rows: list[Row]) -> torch.Tensor:
+        """log P(safe) − log P(unsafe) of rows, shape (B,): of all verdicts that begin alike in one pass."""
         remaining = dict(self._verdicts)
         log_safe, log_unsafe = [], []  # each of shape (B,)
         while remaining:
@@ -110,8 +108,7 @@ class GuardReward(ConversationReward):
         return torch.stack(log_safe).logsumexp(dim=0) - torch.stack(log_unsafe).logsumexp(dim=0)
 
     def _log_probs(self, rows: list[Row], lead: tuple[int, ...]) -> torch.Tensor:
-        """Next-token log-probabilities (B, L + 1, V) at the end of each conversation and after each token of the
-        lead."""
+        """Next-token log-probabilities (B, L + 1, V) at the end of each conversation and after each token of the lead."""
         extended = [
             {key: [*row[key], *(lead if key == "input_ids" else [1] * len(lead))] for key in row} for row in rows
         ]

@@ -24,22 +24,17 @@ REWARD_TYPES: dict[str, type] = {
 
 def load_reward(reward_type: str | None, path: str | None = None, /, **kwargs: Any) -> str | Callable[..., list]:
     """
-    Loads a reward by type and path.
+    Loads a reward by type and path. Raises `ValueError` if the type is unknown, or path or arguments do not fit it.
 
     Args:
         reward_type (`str`, *optional*):
-            One of `REWARD_TYPES`, or a function, `"path/to/file.py:function"`. If `None`, TRL loads the reward model at
-            `path`.
+            One of `REWARD_TYPES`, or a function, `"path/to/file.py:function"`. If `None`, TRL loads the reward model at `path`.
         path (`str`, *optional*):
-            Path or Hub id of the reward model; for `"remote"`, one or several addresses, separated by commas. Not for
-            a function.
+            Path or Hub id of the reward model; for `"remote"`, one or several addresses, separated by commas. Not for a function.
         kwargs: Further arguments of the reward, such as `max_length` or `label`.
 
     Returns:
         `Callable` or `str`: A reward function for a trainer; `path` itself if `reward_type` is `None`.
-
-    Raises:
-        `ValueError`: If the type is unknown, or path or arguments do not fit it.
     """
     for name, value in (("reward_type", reward_type), ("reward_model_path", path)):
         if not isinstance(value, str | None):
@@ -97,8 +92,7 @@ def _check_arguments(reward_type: str, hints: dict[str, Any], kwargs: dict[str, 
     for name, value in sorted(kwargs.items()):
         if name not in hints:
             raise ValueError(
-                f"`reward_kwargs` has `{name}`, which `reward_type={reward_type!r}` does not take; it takes "
-                f"{', '.join(sorted(hints))}."
+                f"`reward_kwargs` has `{name}`, which `reward_type={reward_type!r}` does not take; it takes {', '.join(sorted(hints))}."
             )
         if not _fits(value, hints[name]):
             kind = hints[name].__name__ if isinstance(hints[name], type) else str(hints[name])
@@ -106,6 +100,7 @@ def _check_arguments(reward_type: str, hints: dict[str, Any], kwargs: dict[str, 
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value, as read from JSON, is of an annotated type."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, option) for option in get_args(hint))
     kind = get_origin(hint) or hint

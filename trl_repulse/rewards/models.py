@@ -23,8 +23,7 @@ from ..models._model_checks import check_reward_tokens
 from ._texts import Messages, as_messages, in_parts, whole_text
 
 
-# A tokenized text: model inputs by name
-Row = dict[str, list[int]]
+Row = dict[str, list[int]]  # a tokenized text: model inputs by name
 
 
 @dataclass(eq=False)
@@ -32,24 +31,18 @@ class ModelReward(ABC):
     """
     Base of the rewards from a model in the Hugging Face format; not for use by itself.
 
-    The weights are loaded when the reward is built, and moved to the device on the first call.
+    The weights are loaded when the reward is built, and moved to the device on the first call. Raises `ValueError` if `batch_size` or
+    `dtype` is invalid, or the checkpoint lacks weights; when called, if a reward is not finite.
 
     Args:
         model (`str`): Path or Hub id of the model and its tokenizer. For an adapter (PEFT) the base is loaded too.
-        batch_size (`int`, *optional*, defaults to `16`):
-            Texts of one forward pass. It affects speed and memory, never rewards.
-        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
-            Precision of the weights; `"auto"` keeps that of the checkpoint.
+        batch_size (`int`, *optional*, defaults to `16`): Texts of one forward pass. It affects speed and memory, never rewards.
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`): Precision of the weights; `"auto"` keeps that of the checkpoint.
         device (`str` or `torch.device`, *optional*):
             Device of the model. Defaults to the trainer's; without a trainer to the accelerator, else the CPU.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether to run Python code that comes with the model.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with the model.
         revision (`str`, *optional*): Branch, tag or commit of a model on the Hub.
         name (`str`, *optional*): Name in the metrics, `rewards/NAME/mean`. Defaults to the last part of `model`.
-
-    Raises:
-        `ValueError`: If `batch_size` or `dtype` is invalid, or the checkpoint lacks weights; when called, if
-            a reward is not finite.
     """
 
     model: str
@@ -145,8 +138,7 @@ class ModelReward(ABC):
         return {key: ids.to(self._module.device) for key, ids in padded.items()}
 
     def _pad_token_id(self, rows: list[Row]) -> int:
-        """The padding token of model or tokenizer, else a token that ends no row: classifiers read the last token that
-        is not padding."""
+        """The padding token of model or tokenizer, else a token that ends no row: classifiers read the last token that is not padding."""
         if self._declared_pad_token_id is not None:
             return self._declared_pad_token_id
         last = {row["input_ids"][-1] for row in rows}
@@ -172,8 +164,7 @@ class ConversationReward(ModelReward):
         chat_template_kwargs (`dict`, *optional*):
             Further variables of the template, such as a guideline, or `add_generation_prompt=True` if the template
             would otherwise end before the model's turn.
-        drop_system (`bool`, *optional*, defaults to `False`):
-            Whether to leave out system messages, which some templates refuse.
+        drop_system (`bool`, *optional*, defaults to `False`): Whether to leave out system messages, which some templates refuse.
         kwargs: As for [`ModelReward`].
 
     Raises:
@@ -226,16 +217,14 @@ class ConversationReward(ModelReward):
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **(self.chat_template_kwargs or {}))
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(
-                f"The chat template of `{self.model}` refuses the roles {[message['role'] for message in messages]} "
-                f"of the conversation that begins {whole_text(prompt, completion)[:60]!r} ({error}); if it is for a "
-                "system message, use `drop_system=True`."
+                f"The chat template of `{self.model}` refuses the roles {[message['role'] for message in messages]} of the conversation "
+                f"that begins {whole_text(prompt, completion)[:60]!r} ({error}); if it is for a system message, use `drop_system=True`."
             ) from error
 
     def _check_context(self, length: int, prompt: str | Messages, completion: str | Messages) -> None:
         """Refuses a conversation that exceeds the model's context: cut, it would lose the end, where rewards are read."""
         if self._context is not None and length > self._context:
             raise ValueError(
-                f"{type(self).__name__} got a conversation of {length} tokens, more than the context of "
-                f"`{self.model}` ({self._context}); shorten the prompt, or lower `max_completion_length`. It begins "
-                f"{whole_text(prompt, completion)[:60]!r}."
+                f"{type(self).__name__} got a conversation of {length} tokens, more than the context of `{self.model}` ({self._context}); "
+                f"shorten the prompt, or lower `max_completion_length`. It begins {whole_text(prompt, completion)[:60]!r}."
             )

@@ -55,8 +55,7 @@ class RemoteReward:
         backoff (`float`, *optional*, defaults to `1.0`): Seconds before the first retry, doubled for each further one.
         label_column (`str`, *optional*): Column of the data set sent as `labels`. Without it, labels are empty texts.
         name (`str`, *optional*, defaults to `"RemoteReward"`):
-            Name in the metrics, `rewards/NAME/mean`, and in results, which are not resumed with a reward of another
-            name.
+            Name in the metrics, `rewards/NAME/mean`, and in results, which are not resumed with a reward of another name.
         token_variable (`str`, *optional*):
             Environment variable with a bearer token for the servers. It is read on each call and not stored.
 

@@ -55,6 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds that a client may be silent
 
     def do_POST(self) -> None:
+        """Checks the request's type and token, and answers with rewards."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         token, given = self.server.token, self.headers.get("Authorization", "").encode()
         if "Origin" in self.headers or self.headers.get_content_type() != "application/json":
@@ -65,6 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._score(body)
 
     def _score(self, body: bytes) -> None:
+        """Answers with the rewards of a request's columns, or with what is wrong: 400 for the request, 500 for the function."""
         try:
             columns = _read_columns(body)
         except (ValueError, RecursionError) as error:

@@ -103,6 +103,7 @@ class GRPOLossTrainer(BaseTrainer):
     # Loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The trainer's own loss, and the negative term's on all weighted samples. A learned proposal takes its step first."""
         if self._negative is None:
             return self._own_loss(model, inputs)
         negative, shape, units = self._negative, self.shape, Units.of_rows(inputs)

@@ -2,8 +2,7 @@
 
 It holds the hooks of TRL that all trainers share. What a hook does is in `engine/`: drawing, scoring, logs, checkpoints, publishing.
 
-Axis letters: P prompts, N completions of a prompt, B rows of a generation batch on one process, T completion tokens, F reward
-functions.
+Axis letters: P prompts, N completions of a prompt, B rows of a generation batch on one process, T completion tokens, F reward functions.
 """
 
 import contextlib
@@ -566,6 +565,7 @@ class BaseTrainer(GRPOTrainer):
         return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
 
     def _tokenize_prompts(self, prompts: list):
+        """Raises a `ValueError` that names the row if the template refuses it, or no completion fits behind it."""
         are_texts = isinstance(prompts[0], str)
         try:
             tokenized = super()._tokenize_prompts(prompts if are_texts else as_templates_read(prompts))
@@ -623,6 +623,7 @@ class BaseTrainer(GRPOTrainer):
         return generated
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        """Rewards `(B_all, F)` of all processes, NaN in rows that only fill the last batch."""
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         are_models = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
         if not bool(rewards_per_func.isfinite().all()):

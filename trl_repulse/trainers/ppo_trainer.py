@@ -129,6 +129,7 @@ class PPOTrainer(GRPOLossTrainer):
             self.add_callback(_HoldPolicy(self))
 
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
+        """Builds the value model before TRL loads the policy. Raises a `ValueError` if it shares weights with another model."""
         second: Any = self._second
         value_model, proposal_model = second.get("value_model"), second.get("proposal_model")
         value_peft_config = second.get("value_peft_config")
@@ -213,6 +214,7 @@ class PPOTrainer(GRPOLossTrainer):
     # Losses
 
     def _own_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """PPO's loss of the policy; before it, the value model's backward pass."""
         # Tokens of an average micro-batch: sums over it add up to a token mean, however a batch is split
         denominator = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:

@@ -25,10 +25,9 @@ class ReinforceTrainer(BaseTrainer):
     in Language Models Using Probabilistic Inference](https://huggingface.co/papers/2510.21184)).
 
     [`~trl.GRPOTrainer`] samples, and has the engine, the rewards and the logs; advantages and loss are REINFORCE's. From
-    [`~trl.RLOOTrainer`] it differs in what the paper's runs differ in: the completion's mean (not summed) token
-    log-probability, a choice of baseline, and reward transforms. The KL penalty (`beta`) enters the return as there.
-    On-policy, the log-probabilities that carry the gradient also serve the KL penalty, so no second pass over the policy is
-    made.
+    [`~trl.RLOOTrainer`] it differs in what the paper's runs differ in: the completion's mean (not summed) token log-probability, a choice
+    of baseline, and reward transforms. The KL penalty (`beta`) enters the return as there. On-policy, the log-probabilities that carry the
+    gradient also serve the KL penalty, so no second pass over the policy is made.
 
     Example:
 
@@ -66,6 +65,7 @@ class ReinforceTrainer(BaseTrainer):
     loss_is_scaled_for_ga = False  # the Trainer divides the loss by the number of accumulated micro-batches
 
     def _check_turns(self, args: Any, **given: Any) -> None:
+        """Raises a `ValueError` if tools, a rollout function or environments are given."""
         name = next(filter(given.get, given), None)
         if name is not None:
             raise ValueError(

@@ -25,10 +25,11 @@ class RePULSeTrainer(ReinforceTrainer):
 
     1. draw N completions of each prompt from the policy, K more that find its bad outputs, and the rewards of both
        (`_generate_and_score_completions`, [`NegativeTerm.draw`]);
-    2. score them under the policy (`_compute_loss`);
+    2. score them under the policy (`_compute_loss`) and what drew them ([`NegativeTerm.score`]);
     3. weigh: advantages of the policy's samples (`_credit`), importance weights of those of step 1 ([`NegativeTerm.weigh`]);
     4. take the policy's gradient of Eq. 4, for the Trainer's step ([`~trl_repulse.math.objective.repulse_loss`]);
-    5. with a learned proposal, take a step of the proposal on its samples ([`NegativeTerm.learn`]).
+    5. with a learned proposal, take its gradient on its samples ([`NegativeTerm.learn`]), for its own step at the end of the update
+       ([`NegativeTerm.end_of_update`]).
 
     With `proposal="learned"`, the paper's method, a second language model, the *proposal*, learns to draw the policy's low-reward
     outputs: its target is σ ∝ policy · exp(`target_dist_beta`·reward), and it takes a step of contrastive twist learning at each
@@ -63,9 +64,8 @@ class RePULSeTrainer(ReinforceTrainer):
 
     Raises:
         `ValueError`: If the proposal is the policy itself, shares weights with it that are trained, has other tokens or is no
-            causal language model; if a `proposal_model` or a
-            `proposal_peft_config` is given where the configuration builds none; if the policy's adapter is not named
-            `default`; else as [`ReinforceTrainer`].
+            causal language model; if a `proposal_model` or a `proposal_peft_config` is given where the configuration builds none; if the
+            policy's adapter is not named `default`; else as [`ReinforceTrainer`].
     """
 
     _tag_names = ["trl", "trl-repulse", "repulse"]

@@ -6,18 +6,10 @@ from ..._lazy import lazy_names
 
 
 _EXPORTS = {
-    "GCG": "engine",
-    "GCGConfig": "config",
-    "GCGError": "engine",
-    "GCGEvaluationConfig": "config",
-    "GCGResult": "engine",
-    "GCGRunArguments": "config",
-    "RefusalJudge": "evaluator",
-    "evaluate_gcg": "evaluator",
-    "format_report": "results",
-    "read_results": "results",
-    "run_gcg": "engine",
-    "summarize": "results",
+    **dict.fromkeys(("GCGConfig", "GCGEvaluationConfig", "GCGRunArguments"), "config"),
+    **dict.fromkeys(("GCG", "GCGError", "GCGResult", "run_gcg"), "engine"),
+    **dict.fromkeys(("RefusalJudge", "evaluate_gcg"), "evaluator"),
+    **dict.fromkeys(("format_report", "read_results", "summarize"), "results"),
 }
 
 __all__ = sorted(_EXPORTS)

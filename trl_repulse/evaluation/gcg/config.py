@@ -13,7 +13,8 @@ from ...data._prompts import check_template_variables
 @dataclass
 class GCGConfig:
     """
-    Settings of one greedy coordinate gradient attack (GCG, Zou et al. 2023, arXiv 2307.15043).
+    Settings of one greedy coordinate gradient attack (GCG, Zou et al. 2023, arXiv 2307.15043). Raises `ValueError` if a value is out of
+    range.
 
     Args:
         num_steps (`int`, *optional*, defaults to `250`):
@@ -42,9 +43,6 @@ class GCGConfig:
             Variables for the chat template, such as `{"enable_thinking": false}`; on the command line as JSON.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the candidates. The global random state is not used.
-
-    Raises:
-        `ValueError`: If a value is out of range.
     """
 
     num_steps: int = 250
@@ -78,7 +76,8 @@ class GCGEvaluationConfig(GCGConfig):
     """
     Settings of [`~trl_repulse.evaluation.gcg.evaluate_gcg`]: those of the attack, and what is sampled and judged.
 
-    Each target has its own seeds, made from `seed` and its texts: results do not depend on order, shards or processes.
+    Each target has its own seeds, made from `seed` and its texts: results do not depend on order, shards or processes. Raises `ValueError`
+    if a value is out of range.
 
     Args:
         scenario (`str`, *optional*, defaults to `"behaviors"`):
@@ -93,9 +92,6 @@ class GCGEvaluationConfig(GCGConfig):
             Number of rows used, from the top of the table; all if unset.
         save_responses (`bool`, *optional*, defaults to `False`):
             Whether the results hold the responses.
-
-    Raises:
-        `ValueError`: If a value is out of range.
     """
 
     scenario: Literal["behaviors", "strings"] = "behaviors"
@@ -114,7 +110,7 @@ class GCGEvaluationConfig(GCGConfig):
 @dataclass
 class GCGRunArguments:
     """
-    Arguments of an evaluation from the command line.
+    Arguments of an evaluation from the command line. Raises `ValueError` if a required argument is missing or a value cannot be read.
 
     Args:
         model_name_or_path (`str`, *optional*):
@@ -141,9 +137,6 @@ class GCGRunArguments:
             Branch, tag or commit of the model on the Hub.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether to run Python code that comes with the model.
-
-    Raises:
-        `ValueError`: If a required argument is missing or a value cannot be read.
     """
 
     model_name_or_path: str | None = None

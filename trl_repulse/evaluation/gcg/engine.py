@@ -28,12 +28,9 @@ from .prompt import AttackPrompt, Messages, allowed_tokens, build_prompt
 
 logger = logging.getLogger(__name__)
 
-# Keys and values of each layer, (B, H, tokens, D)
-KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
-# Relative difference allowed between losses with and without a cache
-_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
-# Times that the candidates of a step are drawn if none survives the round trip
-_DRAWS = 10
+KeyValues = list[tuple[torch.Tensor, torch.Tensor]]  # of each layer, (B, H, tokens, D)
+_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}  # relative, of losses with and without a cache
+_DRAWS = 10  # times that the candidates of a step are drawn if none survives the round trip
 
 
 class GCGError(RuntimeError):
@@ -62,11 +59,9 @@ class GCGResult:
     Result of an attack.
 
     Args:
-        suffix (`str`), suffix_ids (`list[int]`):
-            Text and tokens of the best suffix of all steps.
+        suffix (`str`), suffix_ids (`list[int]`): Text and tokens of the best suffix of all steps.
         prompt_ids, target_ids (`list[int]`): Tokens of the whole prompt with the suffix, and of the target.
-        loss (`float`):
-            Loss of the suffix in nats: the mean negative log-probability of the target's tokens.
+        loss (`float`): Loss of the suffix in nats: the mean negative log-probability of the target's tokens.
         initial_loss (`float`): Loss of the suffix that the attack began with.
         losses (`list[float]`): Lowest loss of each step's candidates.
         suffixes (`list[str]`): Suffix after each step.
@@ -251,8 +246,7 @@ def run_gcg(
         config ([`GCGConfig`], *optional*): Settings of the attack.
 
     Raises:
-        `ValueError`: If the target is empty, the model is not causal, there is no chat template, or the settings do not fit the
-            tokenizer.
+        `ValueError`: If the target is empty, the model is not causal, there is no chat template, or the settings do not fit the tokenizer.
         [`GCGError`]: If no candidate survives the round trip, a loss is not finite, or the prompt exceeds the context.
     """
     return GCG(model, tokenizer, config or GCGConfig()).run(messages, target)
@@ -344,8 +338,7 @@ class GCG:
         config = self.config
         if not gradient.isfinite().all():
             raise GCGError("The gradient is not finite; try the model in float32.")
-        # (S, K)
-        tokens = (-gradient.masked_fill(~self._allowed, torch.inf)).topk(self._topk, dim=1).indices.cpu()
+        tokens = (-gradient.masked_fill(~self._allowed, torch.inf)).topk(self._topk, dim=1).indices.cpu()  # (S, K)
         n_replace = min(config.n_replace, len(ids))  # the suffix may have fewer tokens in the prompt
         width = config.search_width
         for _ in range(_DRAWS):

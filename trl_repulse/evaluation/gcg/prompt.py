@@ -15,8 +15,7 @@ from ...data._texts import check_added_tokens
 
 
 Messages = list[dict[str, Any]]
-# Placeholder for the suffix in the chat template, from Unicode's private use area
-_MARK = "\ue000"
+_MARK = "\ue000"  # stands for the suffix in the chat template; from Unicode's private use area
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class AttackPrompt:
     target_ids: list[int]
     add_special_tokens: bool  # a chat template writes them itself
     suffix_ids: list[int]  # of the initial suffix, as in the prompt
-    # Decoded together with the suffix, since some tokenizers drop the space at the beginning of a text
-    anchor: list[int]
-    # Whether the chat template drops white space at the beginning and at the end of the suffix
-    trims: tuple[bool, bool]
+    anchor: list[int]  # decoded with the suffix, since some tokenizers drop the space at the beginning of a text
+    trims: tuple[bool, bool]  # whether the chat template drops white space at the suffix's beginning and end
     blanks: int  # white space that it drops at the end of the message if there is no suffix
 
     def encode(self, suffixes: list[str]) -> list[list[int]]:
@@ -145,14 +142,14 @@ def _render(
     content = messages[-1]["content"]
 
     def parts(begin: str, end: str) -> tuple[str, str]:
+        """What the chat template writes before and after the suffix, if the content is begun and ended so."""
         filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         with rendering(tokenizer, messages, "The conversation that is attacked"):
             found = str(tokenizer.apply_chat_template(filled, **options)).split(mark)
         if len(found) != 2:
             raise ValueError(
-                f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that "
-                "writes it once."
+                f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that writes it once."
             )
         return found[0], found[1]
 

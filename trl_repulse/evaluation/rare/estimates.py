@@ -37,14 +37,12 @@ class Diagnostics:
 
     Args:
         tail_samples (`int`): Completions in the tail.
-        ess, max_weight_share (`float`):
-            Effective number of completions, (Σx)² / Σx², and the largest share of Σx of a single one.
+        ess, max_weight_share (`float`): Effective number of completions, (Σx)² / Σx², and the largest share of Σx of a single one.
         variance_ess (`float`): The same behind the variance, (Σx²)² / Σx⁴. If it is small, the interval is unreliable.
         unseen_share (`float`):
             Largest share of the estimate that the other components could miss, with 95 % probability, if the policy's own
             draws do not show it: 3 / `expected`, at most 1; 0 without others.
-        expected (`float`):
-            Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
+        expected (`float`): Expected number of bad outputs among the policy's own draws: draws of the policy × (E[v])² / E[v²].
         own_share (`float`): Share of Σx² from the policy's own draws. If it is large, they found what the others miss.
         efficiency (`float`):
             Bad outputs of the policy that one draw of the other components is worth: those that plain sampling needs for the
@@ -207,12 +205,10 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
 @dataclass(frozen=True)
 class RareEstimate(Estimate):
     """
-    An estimate (a probability, or a reward), its interval, and whether to trust them. `samples` are the completions in
-    the tail.
+    An estimate (a probability, or a reward), its interval, and whether to trust them. `samples` are the completions in the tail.
 
     Args:
-        confidence, standard_error (`float`):
-            Nominal coverage of the interval; estimated standard deviation of `value`.
+        confidence, standard_error (`float`): Nominal coverage of the interval; estimated standard deviation of `value`.
         diagnostics ([`~trl_repulse.evaluation.rare.estimates.Diagnostics`]): What the estimate rests on.
         bounds (`tuple[float, float]`, *optional*):
             For a probability, bounds that hold whatever the others miss: the lower end of the interval, and the
@@ -253,12 +249,11 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
     """
     P(r < threshold) under the policy, the mean over prompts; a reward equal to the threshold is not bad.
 
-    The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997)
-    do for standardised rates, but with the stratified variance. Fewer than 50 effective bad completions do not show how large
-    weights become: the upper end takes them to be as large on average as those of the 50 lowest rewards. Without a bad
-    completion, it is that of Clopper and Pearson for the policy's own draws, or 1 without these. For prompts whose outputs are
-    mostly bad, only the policy's own draws are used, and the good ones are counted. Raises `ValueError` if `confidence` is not
-    between 0 and 1, or `threshold` is NaN.
+    The interval treats the weighted count of bad completions as a multiple of a Poisson count, as Fay and Feuer (1997) do for standardised
+    rates, but with the stratified variance. Fewer than 50 effective bad completions do not show how large weights become: the upper end
+    takes them to be as large on average as those of the 50 lowest rewards. Without a bad completion, it is that of Clopper and Pearson for
+    the policy's own draws, or 1 without these. For prompts whose outputs are mostly bad, only the policy's own draws are used, and the good
+    ones are counted. Raises `ValueError` if `confidence` is not between 0 and 1, or `threshold` is NaN.
     """
     check_share("confidence", confidence)
     if math.isnan(threshold):
@@ -274,21 +269,16 @@ def prob_bad(sample: MixtureSample, threshold: float, confidence: float = 0.95) 
 def _probability(
     sample: MixtureSample, event: torch.Tensor, confidence: float
 ) -> tuple[float, float, float, float, torch.Tensor]:
-    """
-    Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and the log-weights used.
-
-    For prompts where the event is likelier than not, only the policy's own draws are used, and the complement is counted, for
-    which proposals are not made. The ends are those of the difference of two counts with intervals (Zou and Donner, 2008).
-    """
+    """Probability of an event (P, N) under the policy, the ends of its interval, its standard error, and the log-weights used. For prompts
+    where the event is likelier than not, only the policy's own draws are used, and the complement is counted, for which proposals are not
+    made. The ends are those of the difference of two counts with intervals (Zou and Donner, 2008)."""
     own, (prompts, completions) = sample.counts[0], event.shape
     share = sample.log_w.masked_fill(~event, -torch.inf).logsumexp(dim=1).exp() / completions  # (P,)
     likely = (share > 0.5) & (own > 0)
     log_w = sample.log_w.masked_fill(likely[:, None], -torch.inf)
     log_w[:, :own] = log_w[:, :own].masked_fill(likely[:, None], math.log(completions / own) if own else 0.0)
     log_x = log_w.masked_fill(~event | likely[:, None], -torch.inf)
-    # All weights are 1 if the policy draws alone, and without bound if it draws none
-    nearby = _log_weight_nearby(sample, event) if 0 < own < completions else -math.inf
-    rare = _count(log_x, sample.counts, own, ~likely, confidence, nearby)
+    rare = _count(log_x, sample.counts, own, ~likely, confidence, _log_weight_nearby(sample, event))
     rest = event.new_zeros(prompts, own).double().masked_fill(event[:, :own] | ~likely[:, None], -torch.inf)
     left = _count(rest, (own,), own, likely, confidence) if own else (0.0,) * 4
     whole = float(likely.double().mean())
@@ -314,6 +304,8 @@ def widened(sample: MixtureSample, own: torch.Tensor) -> torch.Tensor:
 
 def _log_weight_nearby(sample: MixtureSample, event: torch.Tensor) -> float:
     """Log of the policy's mean weight over the lowest rewards, if an event (P, N) has too few completions to tell; else −inf."""
+    if not 0 < sample.counts[0] < event.size(1):  # then all weights are 1, or they have no bound
+        return -math.inf
     own = sample.log_w.exp() * event
     near = widened(sample, own)
     return -math.inf if near is own or not near.any() else math.log(float(near.square().sum() / near.sum()))
@@ -376,11 +368,11 @@ def _shortfall(sample: MixtureSample, t: float, level: float, confidence: float)
     if float(log_x.max()) == -math.inf:
         return 0.0, 0.0, math.inf, 0.0
     below = sample.rewards < t
-    nearby = _log_weight_nearby(sample, below) if 0 < sample.counts[0] < below.size(1) else -math.inf
     log_mean_depth = float(
         log_x.logsumexp(dim=(0, 1)) - sample.log_w.masked_fill(~below, -torch.inf).logsumexp(dim=(0, 1))
     )
-    return _count_interval(log_x, sample.counts, confidence, nearby + log_mean_depth)
+    log_weight = _log_weight_nearby(sample, below) + log_mean_depth
+    return _count_interval(log_x, sample.counts, confidence, log_weight)
 
 
 def _count_interval(

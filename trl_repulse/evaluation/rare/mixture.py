@@ -4,11 +4,10 @@ Samples of a policy and its proposals, pooled into one mixture, and their import
 Axis letters: P prompts, N completions per prompt, K components: the policy first, then the proposals. Log-probabilities
 are of whole completions, in nats, in float64.
 
-For each prompt, component k draws `counts[k]` completions independently, so N = Σ_k counts[k], and the mixture is
-m = Σ_k α_k q_k with α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the balance
-heuristic of Veach and Guibas, 1995). The mean of (p / m)·f over the N completions estimates E_p[f], without bias if the
-counts do not depend on what is drawn, and no weight exceeds 1 / α_0. The draws are stratified: the variance of the mean is
-the sum of the components' contributions, each about its own mean.
+For each prompt, component k draws `counts[k]` completions independently, so N = Σ_k counts[k], and the mixture is m = Σ_k α_k q_k with
+α_k = counts[k] / N. A completion has the weight p / m whichever component drew it (the balance heuristic of Veach and Guibas, 1995). The
+mean of (p / m)·f over the N completions estimates E_p[f], without bias if the counts do not depend on what is drawn, and no weight exceeds
+1 / α_0. The draws are stratified: the variance of the mean is the sum of the components' contributions, each about its own mean.
 """
 
 import math
@@ -27,11 +26,9 @@ class MixtureSample:
     Completions of each prompt from the policy and its proposals, with rewards and log-probabilities under all of them.
 
     Args:
-        rewards (`torch.Tensor` of shape `(P, N)`):
-            Reward of each completion, in the order of the components that drew them.
+        rewards (`torch.Tensor` of shape `(P, N)`): Reward of each completion, in the order of the components that drew them.
         log_density (`torch.Tensor` of shape `(P, N, K)`):
-            Log-probability of each completion under each component, the policy first, in nats; −inf where a component
-            cannot draw it.
+            Log-probability of each completion under each component, the policy first, in nats; −inf where a component cannot draw it.
         counts (`tuple[int, ...]`): Completions that each component drew for each prompt: 0, or at least 2.
 
     Raises:
@@ -114,10 +111,9 @@ def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[floa
 
 
 def largest_normalization_error(sample: MixtureSample) -> float:
-    """The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors: large if the
-    log-probabilities are not those of the models that drew the completions. The standard error includes one unseen
-    completion of the largest possible weight, so that a component that hardly overlaps the others does not fail by
-    chance."""
+    """The largest violation of E_m[q_k / m] = 1 in the samples over components k, in standard errors: large if the log-probabilities are
+    not those of the models that drew the completions. The standard error includes one unseen completion of the largest possible weight, so
+    that a component that hardly overlaps the others does not fail by chance."""
     errors: list[float] = []
     for k, n in enumerate(sample.counts):
         if n:

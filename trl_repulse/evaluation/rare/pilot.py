@@ -63,7 +63,8 @@ def draw_by_pilot(
     **kwargs: Any,
 ) -> tuple[Draws, list[str]]:
     """
-    Draws completions of each prompt: at least half from the policy, the others from components that a pilot chose.
+    Draws completions of each prompt: at least half from the policy, the others from components that a pilot chose. Raises `ValueError` if
+    `num_samples` is too low for the pilots.
 
     Args:
         policy, tokenizer, prompts, reward, max_completion_length, kwargs: As in [`~trl_repulse.evaluation.rare.sampling.draw`].
@@ -74,9 +75,6 @@ def draw_by_pilot(
 
     Returns:
         `tuple[Draws, list[str]]`: The completions, without those of the first pilot, and the names of the components.
-
-    Raises:
-        `ValueError`: If `num_samples` is too low for the pilots.
     """
     if not (thresholds or levels) or any(math.isnan(each) for each in thresholds):
         raise ValueError("Give `thresholds`, numbers, or `levels` to choose for.")
@@ -140,9 +138,8 @@ def choose_counts(
 
 
 def tail(sample: MixtureSample, threshold: float, depth_from: float | None = None) -> torch.Tensor:
-    """What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` −
-    r)₊. If too few effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if
-    nothing was found."""
+    """What each completion (P, N) contributes to P(r < threshold), or, by its depth, to the mean of (`depth_from` − r)₊. If too few
+    effective completions do, the next lowest rewards count as well, as long as they are rare. All 0 if nothing was found."""
     own = sample.log_w.exp() * is_below(sample.rewards, threshold)
     if depth_from is not None:
         own = own * (depth_from - sample.rewards).clamp(min=0)
@@ -152,9 +149,8 @@ def tail(sample: MixtureSample, threshold: float, depth_from: float | None = Non
 def choose_shares(
     sample: MixtureSample, contributions: torch.Tensor, least: float = LEAST_OF_THE_POLICY
 ) -> torch.Tensor:
-    """Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest,
-    with at least so much for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex;
-    expectation-maximisation solves it."""
+    """Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest, with at least so much
+    for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it."""
     found = contributions > 0
     weight = contributions[found].double()  # (F,)
     log_ratio = sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)

@@ -94,8 +94,7 @@ def draw(
         tokenizer, reward_tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer of the models, and that of the reward if it is a model.
         prompts ([`~datasets.Dataset`], `Sequence[str]` or `Sequence[list[dict]]`):
-            The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the
-            reward.
+            The P prompts: plain text, messages, or a data set with a column `"prompt"`, whose other columns reach the reward.
         reward (`Callable` or `torch.nn.Module`):
             A reward function as in TRL, with a finite reward for each completion, or a sequence-classification model.
         counts (`Sequence[int]`): Completions of each prompt from each component: 0, or at least 2.
@@ -107,8 +106,7 @@ def draw(
         progress (`bool`, *optional*, defaults to `True`): Whether the main process shows progress bars.
 
     Raises:
-        `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a
-            reward is not finite.
+        `ValueError`: If arguments do not fit together, a prompt is empty or too long, a model is not causal, or a reward is not finite.
     """
     if not components or len(components) != len(counts):
         raise ValueError(f"`counts` has {len(counts)} numbers for {len(components)} components; give one each.")
@@ -182,8 +180,7 @@ def find_temperature(
     seed: int = 0,
 ) -> float:
     """
-    The temperature, above 1 and at most 10, at which a model's completions diverge from those at temperature 1 by so
-    many nats.
+    The temperature, above 1 and at most 10, at which a model's completions diverge from those at temperature 1 by so many nats.
 
     KL(q ‖ q at the temperature) of whole completions, averaged over prompts (at most 16, spread over all), is estimated from
     completions drawn at temperature 1, exactly at each token.
@@ -254,14 +251,15 @@ def _score(
     batch_size: int,
     on_scored: Callable[[int], object],
 ) -> torch.Tensor:
-    """Log-probability of each completion under each component, (N, K); one pass a model."""
+    """Log-probabilities (nats, float64) of this process's N completions of a prompt under each of K components, (N, K). The first component
+    is the policy. Each model reads a batch once; `guards` are by `id` of the model, and `on_scored` gets the size of each batch."""
     models, scored = {id(part.model): part.model for part in parts}, []
     for batch in (rows[i : i + batch_size] for i in range(0, len(rows), batch_size)):
         logits = {}
         for key, model in models.items():
-            found, *rest = completion_logits(model, [prompt_ids] * len(batch), batch, guards[key].share_prompts)
-            logits[key] = found.float()
-        columns = [part.log_prob(logits[id(parts[0].model)], logits[id(part.model)], *rest).cpu() for part in parts]
+            of_model, *tokens = completion_logits(model, [prompt_ids] * len(batch), batch, guards[key].share_prompts)
+            logits[key] = of_model.float()
+        columns = [part.log_prob(logits[id(parts[0].model)], logits[id(part.model)], *tokens).cpu() for part in parts]
         scored.append(torch.stack(columns, dim=-1))
         on_scored(len(batch))
     return torch.cat(scored)
