@@ -135,14 +135,12 @@ def test_equal_seconds(world, tmp_path, capsys, monkeypatch):
 
 def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch):
     """Without the texts; runs of another machine have a table of their own."""
-    monkeypatch.setattr(
-        judge, "reward", lambda completions, **_: [len(x[-1]["content"]) % 7 - 3.3 for x in completions]
-    )
+    monkeypatch.setattr(judge, "reward", lambda completions, **_: [len(x[-1]["content"]) % 7 - 4 for x in completions])
     monkeypatch.setattr(judge, "sentiment", lambda texts: [-1.0 if text[:1] < "d" else 0.0 for text in texts])
     out, store = tmp_path / "out", tmp_path / "kept.json"
     runs = [
         ("initial", None),
-        *((f"{method}-{seed}", (method, seed)) for method in ("REINFORCE", "GRPO") for seed in (0, 1)),
+        *((f"{name}-{seed}", (name, seed)) for name in ("REINFORCE", "GRPO") for seed in (0, 1)),
     ]
     for seed, (name, run) in enumerate(runs):
         race.evaluate(world, world / "policy", out / name / "samples", 40, seed)
@@ -156,10 +154,8 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
         assert capsys.readouterr().out == printed
     race.main(["--store", str(store), "--table"])
     assert capsys.readouterr().out == printed and len(results.read(store)) == 5
-    assert (
-        printed.count("| REINFORCE | 2 | 20 | 7 |") == 1
-        and printed.count("GRPO − REINFORCE, 20 completions on cpu") == 1
-    )
+    for part in ("| REINFORCE | 2 | 20 | 7 |", "GRPO − REINFORCE, 20 completions on cpu"):
+        assert printed.count(part) == 1
 
     kept = {(row["method"], row["seed"]): row for row in results.read(store)}
     both = {}
@@ -174,11 +170,9 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
         assert f"| {rewards.mean():.2f} | {(rewards < 0).mean():.1e} (" in line and f"| {second:.1e} (" in line
     assert len(store.read_text()) < 20_000 and 'completion"' not in store.read_text()
     for name, of in (("reward", lambda x: x), ("P(r < 0)", lambda x: x < 0)):
-        low, high = paired_interval(of(both["REINFORCE"]), of(both["GRPO"]))
-        assert (
-            f"{name} {of(both['GRPO']).mean() - of(both['REINFORCE']).mean():+.2g} ({low:.2g} to {high:.2g})"
-            in printed
-        )
+        base, other = of(both["REINFORCE"]), of(both["GRPO"])
+        low, high = paired_interval(base, other)
+        assert f"{name} {other.mean() - base.mean():+.2g} ({low:.2g} to {high:.2g})" in printed
 
     other = [row | {"device": "cuda", "completions": row["completions"] and 100} for row in results.read(store)]
     results.print_table(results.add(store, other), list(race.METHODS))
@@ -187,7 +181,7 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
     assert printed.count(" completions on ") == 2
 
 
-def test_figure(tmp_path):
+def test_figure(tmp_path, monkeypatch):
     logs = [{"step": step, "reward": 3.0 + step, "kl": 0.1, "completions/mean_length": 20.0} for step in (10, 20)]
     for name, seconds in (("reinforce", 100.0), ("repulse", 300.0)):
         (tmp_path / name).mkdir()
@@ -195,8 +189,16 @@ def test_figure(tmp_path):
         kept = {"method": name, "seconds": seconds, "policy_updates": 20}
         (tmp_path / name / "results.json").write_text(json.dumps(kept))
     assert figure.curves(tmp_path / "repulse") == ("repulse", [(150.0, 13.0, 2.0), (300.0, 23.0, 2.0)])
-    figure.main([str(tmp_path / "reinforce"), str(tmp_path / "repulse"), "--output", str(tmp_path / "new" / "x.png")])
-    assert (tmp_path / "new" / "x.png").read_bytes()[:4] == b"\x89PNG"
+    row = {"method": "A", "budget": 300.0, "samples": 4, "sums": {"reward": [1], "KL, nats": [8], "P(r < 0)": [1]}}
+    (tmp_path / "store.json").write_text(json.dumps([row, row | {"budget": None}]))
+    assert figure.shares([row, row | {"budget": None}]) == {"A": [(300.0, 2.0, 0.25)]}
+    runs = [(300.0, kl, 0.1 * 0.5**kl) for kl in (1.0, 2.0, 4.0)]
+    of_method = dict(zip(figure.SHOWN, (runs, [(300.0, kl + 1, 0.8 * bad) for _, kl, bad in runs]), strict=True))
+    assert figure.at_equal_kl(of_method) == pytest.approx((1.6, 1.6, 1.6))  # half as much is due to a nat
+    monkeypatch.chdir(tmp_path)
+    for name, given in (("lines", ["reinforce", "repulse"]), ("points", ["--store", "store.json"])):
+        figure.main([*given, "--output", f"new/{name}.png"])
+        assert (tmp_path / "new" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.trainer
