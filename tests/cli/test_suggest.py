@@ -186,7 +186,10 @@ def test_a_plan_fits_its_minutes(minutes, prompts, steps):
     found = planned(minutes=minutes)
     assert (found.values["train_batch_size"], found.values["max_steps"]) == (5 * prompts, steps)
     assert found.values["train_batch_size"] % found.values["per_device_train_batch_size"] == 0
-    evaluated = 2 * int(re.match(r"([\d,]+) completions before", found.notes["evaluation"])[1].replace(",", ""))
+    text = found.notes["evaluation"].replace(",", "")
+    count, held_out, each = map(int, re.search(r"^(\d+) .* (\d+) prompts and `--num_samples (\d+)`", text).groups())
+    assert count == held_out * each and held_out <= measured().num_prompts
+    evaluated = 2 * count
     assert steps * prompts * 0.5 + evaluated * 0.01 <= 60 * minutes
     assert evaluated * 0.01 > 0.24 * 60 * minutes
     shown = found.notes["what this can show"]

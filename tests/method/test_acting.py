@@ -346,9 +346,7 @@ def test_resumed_runs_end_with_the_same_bits(build, tmp_path, term):
 def test_evaluation(build):
     """The last batch of evaluation is filled up with rows that do not count."""
     trainer = build(
-        extra={"eval_dataset": shop.load_prompts().select(range(3))},
-        per_device_eval_batch_size=8,
-        **PROPOSAL,
+        extra={"eval_dataset": shop.load_prompts().select(range(3))}, per_device_eval_batch_size=8, **PROPOSAL
     )
     trainer.train()
     metrics = trainer.evaluate()

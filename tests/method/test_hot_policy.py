@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.engine.scoring import BySampler, Scoring, Wanted
-from trl_repulse.engine.units import CompletionSet, Drawing
+from trl_repulse.engine.units import CompletionSet, Drawing, Shape
 from trl_repulse.generation.drawing import POLICY, Sampler
 from trl_repulse.math.importance import TILTS, TokenEffects, log_mixture_weights
 from trl_repulse.method import hot_policy as _hot_policy
@@ -332,6 +333,15 @@ def test_the_gain_approaches_the_exact_one(make, monkeypatch, prompts):
         p_bad += p.sum().item()
         squares += (p * 2 * p / (p + q)).sum().item()
     assert choice.gain() == pytest.approx(p_bad / squares, rel=0.05) and abs(p_bad / squares - 1) > 0.05
+
+
+def test_finds_are_gathered_where_prompts_are_not():
+    """Prompts that are cut apart are gathered before their bad samples are kept."""
+    term, gathered = HotPolicy.__new__(HotPolicy), []
+    term.choice = SimpleNamespace(choose=lambda gathers: gathered.append(gathers), sampler=POLICY)
+    for unit, generations in ((4, 4), (1, 4), (1, 1)):
+        term.source(Shape(True, generations, 4, unit, unit == 4, True, 4))
+    assert gathered == [True, False, True]
 
 
 def test_the_sampler_that_finds_most_is_drawn_most(make):

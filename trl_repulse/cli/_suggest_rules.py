@@ -86,7 +86,7 @@ class Suggestion:
         return "\n".join([*lines, "", *self._remarks()])
 
     def to_yaml(self, head: str, more: dict[str, Any]) -> str:
-        """The file of a training command: `more` settings without a reason first, then each with its reason above it."""
+        """The file of a training command: `head` and each reason become comments, and `more` settings, without a reason, come first."""
         lines = [f"# {line}".rstrip() for line in head.splitlines()] + [""]
         lines += [yaml.safe_dump({name: value}, allow_unicode=True).rstrip() for name, value in more.items()]
         for name, value in self.values.items():
@@ -152,7 +152,7 @@ def suggest_settings(
 
 
 def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray, threshold: float) -> None:
-    """Warns of rewards from which RePULSe learns little, or what is not meant."""
+    """Adds to `found.warnings` what in finite `rewards` (n,), bad under `threshold`, RePULSe learns little from or is hardly meant."""
     warn, size = found.warnings.append, measured.rewards.size
     if missing := size - rewards.size:
         warn(f"{missing} of {size} samples have no reward, and training leaves such out; check that this is meant.")
@@ -160,10 +160,10 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
     if within is not None and within**2 < 0.01 * rewards.var():
         warn("The reward hardly differs between completions of one prompt, which are all that training compares.")
     low, quarter, middle = np.quantile(rewards, (LOW, 0.25, 0.5))
-    floor = float((rewards == rewards.min()).mean())
-    if floor >= 0.05:
+    share_of_lowest = float((rewards == rewards.min()).mean())
+    if share_of_lowest >= 0.05:
         warn(
-            f"{floor:.0%} of the samples share the lowest reward ({rewards.min():g}): the reward has no low tail, and what is worse "
+            f"{share_of_lowest:.0%} of the samples share the lowest reward ({rewards.min():g}): the reward has no low tail, and what is worse "
             "than bad cannot be told from what is bad."
         )
     elif middle - low < 2 * (middle - quarter):  # 3.0 times for a normal distribution, 1.9 for an even one
@@ -194,7 +194,7 @@ def _reward_warnings(found: Suggestion, measured: Measured, rewards: np.ndarray,
 
 
 def _threshold(found: Suggestion, drawn: int, rewards: np.ndarray, given: float | None) -> float:
-    """Sets `bad_reward_threshold`, the one that was given or a measured one, and returns it. Warns if more than a tenth is bad."""
+    """Sets and returns `bad_reward_threshold`, `given` or from finite `rewards` (n,) of `drawn` samples. Warns if over a tenth is bad."""
     threshold = bad_threshold_for(rewards) if given is None else given
     below = prob_below(rewards[None], threshold)
     advice = "Rule of thumb: about the 2 % quantile, or a gap near it. Read the lowest samples, and move it to what you call bad."
@@ -230,25 +230,26 @@ def _length(found: Suggestion, measured: Measured, limit: int) -> None:
 
 
 def _counts(found: Suggestion, measured: Measured, share: float) -> None:
-    """Sets N and the batch."""
+    """Sets `num_generations` and `train_batch_size`, for about 10 bad samples in an update if `share` of the policy's samples are bad."""
     completions = 5 if measured.num_prompts >= 10 else math.ceil(50 / measured.num_prompts)
     reason = "As in the held-out worlds and the published setting 1. As many extra samples come on top."
     if completions != 5:
         reason = f"Rule of thumb: about 50 completions in an update, of your {measured.num_prompts} prompts. As many extra samples come on top."
     found.set("num_generations", completions, reason)
-    each = 2 * completions * share  # bad samples of a prompt, if extra samples find no more than the policy
-    prompts = next((count for count in (10, 20, 30, 40) if count * each >= 10), 50)
+    bad_per_prompt = 2 * completions * share  # bad samples of a prompt, if extra samples find no more than the policy
+    prompts = next((count for count in (10, 20, 30, 40) if count * bad_per_prompt >= 10), 50)
     prompts = min(prompts, measured.num_prompts)
     found.set(
         "train_batch_size",
         prompts * completions,
-        f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * each:.0f} samples of an update "
-        "or more will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
+        f"Completions of an update: {completions} of each of {prompts} prompts. At first about {prompts * bad_per_prompt:.0f} samples of "
+        "an update or more will be bad. Rule of thumb: 10, with 10 prompts (held-out worlds) to 50 (published setting 1).",
     )
 
 
 def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshold: float) -> None:
-    """Sets `beta` and `alpha` from the spread of rewards within a prompt: `drawn` (P, N), of which `rewards` are the finite ones."""
+    """Sets `beta` and `alpha` in proportion to the standard deviation of rewards within a prompt; notes `target_dist_beta`. `drawn` (P, N)
+    has NaN where there is no reward; `rewards` (n,) are the finite ones."""
     within = _spread_within(drawn)
     spread = within or float(rewards.std())
     bad, high = rewards[is_bad(rewards, threshold)], np.quantile(rewards, HIGH)
@@ -277,7 +278,7 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshol
 
 def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     """Sets the learning rate by the number of parameters."""
-    full, adapter = (learning_rate_for(parameters, each) for each in (False, True))
+    full, adapter = (learning_rate_for(parameters, is_adapter) for is_adapter in (False, True))
     found.set(
         "learning_rate",
         adapter if use_peft else full,
@@ -337,13 +338,15 @@ def plan(
 
 
 def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -> None:
-    """Notes what evaluation fits, of `count` completions of the policy before and after training, and what it can show."""
+    """Notes what evaluation fits, of at most `count` completions of the policy before and after training, and what it can show."""
     rewards = measured.rewards[np.isfinite(measured.rewards)]
     p = float(is_bad(rewards, found.values["bad_reward_threshold"]).mean())
-    each = max(1, count // measured.num_prompts)
+    num_samples = math.ceil(count / measured.num_prompts)
+    prompts = count // num_samples
+    count = prompts * num_samples
     found.notes["evaluation"] = (
         f"{count:,} completions before training and {count:,} after it: `trl-repulse evaluate`, with this file as `--config`, another "
-        f"folder and `--model out` after training, {count // each} prompts and `--num_samples {each}`; then `trl-repulse compare`."
+        f"folder and `--model out` after training, {prompts} prompts and `--num_samples {num_samples}`; then `trl-repulse compare`."
     )
     # A difference of 2.8 standard errors is seen four times of five
     q = p * np.linspace(0, 1, 200, endpoint=False)
@@ -356,9 +359,9 @@ def _evaluation(found: Suggestion, measured: Measured, count: int, steps: int) -
 
 
 def _spread_within(rewards: np.ndarray) -> float | None:
-    """Standard deviation within a prompt, or `None` if no prompt has two samples."""
-    several = rewards[np.isfinite(rewards).sum(axis=1) > 1]
-    return float(np.sqrt(np.nanvar(several, axis=1, ddof=1).mean())) if len(several) else None
+    """Standard deviation within a prompt of rewards (P, N), NaN where there is none; `None` if no prompt has two."""
+    with_several = rewards[np.isfinite(rewards).sum(axis=1) > 1]
+    return float(np.sqrt(np.nanvar(with_several, axis=1, ddof=1).mean())) if len(with_several) else None
 
 
 def _comment(text: str) -> list[str]:
@@ -376,7 +379,7 @@ def _abbreviated(number: float) -> str:
 
 
 def largest_divisor(number: int, most: float) -> int:
-    """The largest divisor that is at most `most`, or 1."""
+    """The largest divisor of `number` that is at most `most`, or 1."""
     return max((each for each in range(1, number + 1) if number % each == 0 and each <= most), default=1)
 
 

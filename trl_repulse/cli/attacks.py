@@ -43,7 +43,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draws what is missing, writes and prints the report, and returns 0."""
+    """Draws what is missing, writes and prints the report, and returns 0. Processes share the work, and the main one reports."""
     _check(args)
     from ..data.loading import load_prompts
     from ..evaluation._generation import process_state
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
         report["over_refusal"] = asdict(refused)
         text += f"\nRefusals of harmless prompts: {percent(refused.value)} ({percent(refused.low)} to {percent(refused.high)})"
     state = process_state()
-    if not state.is_main_process:
-        return 0
-    write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
-    if args.inspect_log is not None:
-        write_log(args.inspect_log, samples, [args.threshold])
-    print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
+    if state.is_main_process:
+        write_report(args.output, report | {"threshold": args.threshold, "num_samples": settings.num_samples})
+        if args.inspect_log is not None:
+            write_log(args.inspect_log, samples, [args.threshold])
+        print(f"Success rates in percent, with {args.confidence:.0%} intervals for these behaviours:\n{text}")
+    state.destroy_process_group()
     return 0

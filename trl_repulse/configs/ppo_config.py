@@ -107,7 +107,7 @@ class PPOConfig(SharedConfig, GRPOConfig):
             remedy = "must be a finite number above 0; set None to leave the value loss unclipped"
             require(self, 0 < self.value_clip < math.inf, "value_clip", remedy)
         require(self, self.value_warmup_steps >= 0, "value_warmup_steps", "must be at least 0")
-        if self.fp16 and self.max_grad_norm == 0:  # the dropped gradient would not be unscaled
+        if self.fp16 and self.max_grad_norm <= 0:  # the dropped gradient would not be unscaled
             remedy = "needs clipping with `fp16=True`; set `max_grad_norm` above 0, or `bf16=True` instead"
             require(self, self.value_warmup_steps == 0, "value_warmup_steps", remedy)
         check_second_schedule(self)

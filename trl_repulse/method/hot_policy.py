@@ -67,7 +67,8 @@ class HotPolicy(ExtraSamplesTerm):
     def source(self, shape: Shape) -> Source:
         """The sampler of the next generation batch, which is chosen anew in training. A collective call."""
         if shape.training:
-            self.choice.choose(gathers=shape.whole)
+            # Samples of prompts that are cut apart have been gathered
+            self.choice.choose(gathers=shape.unit == shape.generations)
         return Source(self.choice.sampler)
 
     def after_drawing(self, units: Units, shape: Shape) -> Units:
@@ -100,16 +101,18 @@ class HotPolicy(ExtraSamplesTerm):
         return Wanted((OWN, EXTRA), {EXTRA: bad[EXTRA]}, sampler, {} if sampler is None else bad)
 
     def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
+        """As [`ExtraSamplesTerm.drawn_log_p`]: as stored, else under the sampler, which may be the policy as it is."""
         if extra.drawn_log_p is not None:
             return extra.drawn_log_p
         return scores.by_sampler[EXTRA] if EXTRA in scores.by_sampler else scores.of(EXTRA, extra)
 
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
         """As [`NegativeTerm.weigh`]. Weighs policy samples and hot samples against their mixture; only bad ones have a weight,
-        so that the others need no scores."""
+        so that the others need no scores. A collective call where prompts are cut apart."""
         own, extra, sizes = units.own, units.extra_samples, (shape.generations, shape.extra)
 
         def whole(of_own: torch.Tensor, of_extra: torch.Tensor) -> torch.Tensor:
+            """Values of policy samples (U, n) and of hot ones (U, m), prompt by prompt."""
             parts = zip((of_own, of_extra), sizes, strict=True)
             return torch.cat([self.services.by_prompt(x, size) for x, size in parts], dim=1)  # (P, N + K)
 
@@ -129,7 +132,7 @@ class HotPolicy(ExtraSamplesTerm):
         return Weights(*by_unit, log_w=log_w, log_potential=log_potential, log_p=log_p, log_q=log_q)
 
     def observe(self, units: Units, scores: SetScores, weights: Weights, shape: Shape) -> None:
-        """As [`NegativeTerm.observe`]. The choice of samplers gets the bad samples."""
+        """As [`NegativeTerm.observe`]; also logs P(bad), and passes the bad samples to the choice of samplers."""
         log_w, log_potential = weights.log_w, weights.log_potential
         log_p, log_q = weights.log_p, weights.log_q
         assert log_w is not None and log_potential is not None and log_p is not None and log_q is not None
@@ -195,15 +198,13 @@ class SamplerChoice:
         return self.samplers[self.index]
 
     def choose(self, gathers: bool = True) -> None:
-        """
-        Adds the bad samples found since the last choice, gathered from all processes if `gathers`, and chooses the next sampler. A
-        collective call.
-        """
+        """Adds the bad samples found since the last choice, gathered from all processes if `gathers`, and chooses the next sampler unless
+        the temperature is fixed. A collective call: all processes draw the same choice."""
         self._finds.extend(gather_object(self._new) if gathers else self._new)
         self._new = []
         self._raise_tokens()
         if self._temperature is None:
-            self.index = int(np.argmax(self._random.beta(*self.counts + 0.5)))
+            self.index = int(np.argmax(self._random.beta(*self.counts + 0.5)))  # 0.5: Jeffreys' prior
             self._services.logs.value("proposal/temperature", self.sampler.temperature)
         if (gain := self.gain()) is not None:
             self._services.logs.value("proposal/gain", gain)
@@ -229,32 +230,34 @@ class SamplerChoice:
         return float(weight.sum() / (weight @ ratio))
 
     def observe(self, own: CompletionSet, extra: CompletionSet, threshold: float | None) -> None:
-        """Counts completions of this process, of which those under the `threshold` are bad. A collective call."""
+        """Adds completions of all processes to the counts of what drew them, bad ones under the `threshold` (none are counted without one),
+        and to the effects of tokens; `own` and `extra` are this process's. With a fixed temperature nothing happens. A collective call."""
         if self._temperature is not None:
             return
         accelerator = self._services.accelerator
         of_process = torch.cat([own.rewards.flatten(), extra.rewards.flatten()])
         of_all = accelerator.gather(of_process).view(accelerator.num_processes, -1)
-        everyone = [x.flatten() for x in of_all.tensor_split([own.rewards.numel()], dim=1)]
+        rewards_by_set = [x.flatten() for x in of_all.tensor_split([own.rewards.numel()], dim=1)]
         if threshold is not None:
             self.counts *= _KEPT
-            for index, rewards in zip((0, self.index), everyone, strict=True):
+            for index, rewards in zip((0, self.index), rewards_by_set, strict=True):
                 bad = int(is_below(rewards, threshold).sum())
                 self.counts[:, index] += bad, int((~rewards.isnan()).sum()) - bad
-        for rewards in everyone:
+        for rewards in rewards_by_set:
             self._rewards.extend(rewards[rewards.isfinite()].tolist())
         if not self._rewards or not self._tilts:
             return
         middle, spread = reward_scale(self._rewards)
         if spread == 0:
             return
-        new: torch.Tensor | float = 0.0
-        for samples, rewards in zip((own, extra), everyone, strict=True):
+        new_sums: torch.Tensor | float = 0.0
+        for samples, rewards in zip((own, extra), rewards_by_set, strict=True):
             deviations = deviations_of(samples.rewards.flatten(), middle, spread)
+            # From the mean of what one sampler drew: its own level says nothing about single tokens
             deviations = deviations - deviations_of(rewards, middle, spread).nanmean()
             ids, mask = samples.ids.flatten(0, -2), samples.mask.flatten(0, -2)
-            new = new + TokenEffects.of(ids, mask, deviations, self._vocabulary)
-        self.effects.sums += accelerator.reduce(new, "sum").cpu().double()
+            new_sums = new_sums + TokenEffects.of(ids, mask, deviations, self._vocabulary)
+        self.effects.sums += accelerator.reduce(new_sums, "sum").cpu().double()
 
     def keep_finds(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
         """
@@ -322,8 +325,8 @@ class MeasuredThreshold:
                     "is pushed down. Set it, or train longer."
                 )
             self._has_begun = True
-            everyone = accelerator.gather(rewards.flatten())
-            self._rewards += everyone[everyone.isfinite()].tolist()
+            of_all = accelerator.gather(rewards.flatten())
+            self._rewards += of_all[of_all.isfinite()].tolist()
             wanted = max(_LEAST, min(_SAMPLES, int(_SHARE * drawn)))
             if len(self._rewards) >= wanted and len(set(self._rewards)) > 1:
                 self._measure()

@@ -60,7 +60,7 @@ class LearnedProposal(ExtraSamplesTerm):
     # Draw
 
     def source(self, shape: Shape) -> Source:
-        """The proposal as it is wrapped for training."""
+        """As [`NegativeTerm.source`]: the proposal as it is wrapped for training."""
         return Source(engine=self.proposal.engine)
 
     def draw(self, rows: list[dict[str, Any]], units: Units, shape: Shape, source: Source | None) -> Units:
@@ -73,6 +73,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return super().draw(rows, units, shape, source)
 
     def after_drawing(self, units: Units, shape: Shape) -> Units:
+        """Adds log-probabilities under the reference, which the returns of negative-REINFORCE need with a KL penalty."""
         if self.args.negative_loss == "reinforce" and self.services.beta != 0.0:
             return units.with_extra(ref_log_p=self.services.reference_log_prob(units, units.extra_samples))
         return units
@@ -99,6 +100,7 @@ class LearnedProposal(ExtraSamplesTerm):
         return self.services.scoring.score(model, units, shape, Wanted((EXTRA,)), gradient=gradient).log_p[EXTRA]
 
     def drawn_log_p(self, extra: CompletionSet, scores: SetScores) -> torch.Tensor:
+        """As [`ExtraSamplesTerm.drawn_log_p`]: as stored, else under the proposal, which then has not changed since it drew."""
         if extra.drawn_log_p is not None:
             return extra.drawn_log_p
         assert scores.proposal is not None  # `score` has set it
@@ -220,7 +222,7 @@ class LearnedProposal(ExtraSamplesTerm):
         """
         What the loss needs of all samples of a prompt that have a reward, detached: for CTL the token coefficients w − w⁻_t (w without its
         second term) of shape `(U, m, T)`; for SIXO the weights towards the policy and for VarGrad the target log-probabilities (nats), of
-        shape `(U, m)`. DPG needs none and gets its weights back.
+        shape `(U, m)`. DPG needs none and gets its weights back. A collective call where prompts are cut apart.
 
         `log_p`, `log_q` and `log_q_now` (U, m, T) are log-probabilities (nats) under the policy, and under the proposal as it was when it
         was sampled and as it is now; detached.
@@ -248,18 +250,19 @@ class LearnedProposal(ExtraSamplesTerm):
     def _loss(self, units: Units, log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
         """
         The proposal's loss on one micro-batch, a mean over its samples. `log_q_now` and `log_p` (U, m, T) are log-probabilities (nats)
-        under the proposal, with gradient, and under the sampling-time policy.
+        under the proposal, with gradient, and under the policy: as it was at sampling time or, in [`update`], as it is now. DPG uses
+        neither; it reads the whole vocabulary under both models.
         """
         args, extra = self.args, units.extra_samples
         weights, contrast = extra.weights, extra.contrast
         assert weights is not None and contrast is not None
-        if extra.engine_ratio is not None:
-            log_q_now = scale_gradient(log_q_now, extra.engine_ratio)
         if args.proposal_loss == "dpg":
             with torch.no_grad():
                 log_p_all = self._all_log_probs(self.services.model, units)
             log_q_all = self._all_log_probs(self.proposal.engine, units)
             return dpg_loss(log_q_all, log_p_all, extra.ids, weights, extra.mask)
+        if extra.engine_ratio is not None:
+            log_q_now = scale_gradient(log_q_now, extra.engine_ratio)
         if args.proposal_loss == "sixo":
             return sixo_loss(log_q_now, log_p, weights, contrast, extra.mask)
         if args.proposal_loss == "vargrad":
@@ -267,13 +270,14 @@ class LearnedProposal(ExtraSamplesTerm):
         return log_ratio_loss(log_q_now, log_p, contrast, extra.mask, parameterization=args.proposal_parameterization)
 
     def _all_log_probs(self, model: torch.nn.Module, units: Units) -> torch.Tensor:
-        """log-probabilities of the whole vocabulary at each completion token, shape (U, m, T, V), nats."""
+        """Log-probabilities (nats) of the whole vocabulary at each token of the extra samples, (U, m, T, V)."""
         extra = units.extra_samples
         count, m, width = extra.ids.shape
         input_ids = torch.cat([units.prompt_ids.repeat_interleave(m, 0), extra.ids.flatten(0, 1)], dim=1)
         attention_mask = torch.cat([units.prompt_mask.repeat_interleave(m, 0), extra.mask.flatten(0, 1)], dim=1)
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor]:
+            """Those of rows (R, L + T) with left-padded prompts, (R, T, V)."""
             positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)

@@ -97,8 +97,8 @@ def check_reward_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | N
 def check_separate(
     model: nn.Module, label: str, other: nn.Module, other_label: str, trained: tuple[bool, bool], remedy: str
 ) -> None:
-    """Refuses two models that share layers, or weights that one of them trains. `trained` says whether `model` and
-    `other` train the weights that require a gradient (rather than an adapter still to be made)."""
+    """Refuses two models that share layers, or weights that one of them trains. `trained` says whether `model` and `other` train the
+    weights that require a gradient (rather than an adapter still to be made); `remedy` ends the message."""
     layers = {id(layer) for layer in other.modules() if list(layer.parameters(recurse=False))}
     shared = next((name for name, layer in model.named_modules() if id(layer) in layers), None)
     if shared is None:
@@ -110,7 +110,7 @@ def check_separate(
                 break
     if shared is not None:
         raise ValueError(
-            f"{label} and {other_label} share weights (`{shared or type(model).__name__}`), which both would train; {remedy}"
+            f"{label} and {other_label} share weights (`{shared or type(model).__name__}`): what trains one would change the other; {remedy}"
         )
 
 
@@ -146,8 +146,8 @@ def check_token_ids(
 
 def check_trained_tokens(configs: list[Any], config: PretrainedConfig) -> None:
     """Refuses `trainable_token_indices` in adapters if the embedding is tied to the head."""
-    tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config()))
-    if tied and any(getattr(each, "trainable_token_indices", None) for each in configs):
+    tied = any(getattr(settings, "tie_word_embeddings", False) for settings in (config, config.get_text_config()))
+    if tied and any(getattr(settings, "trainable_token_indices", None) for settings in configs):
         raise ValueError(
             "`trainable_token_indices` of the adapter's configuration trains an embedding that is the head as well "
             "(`tie_word_embeddings`), and completions are scored without what it trains; leave it out, or untie the two."
@@ -160,7 +160,7 @@ def _base(model: Any) -> Any:
 
 
 def _check_weights(model: nn.Module, label: str) -> None:
-    """Refuses a model on `"meta"`, unless accelerate has offloaded it or FSDP gets the weights from the first process."""
+    """Refuses a model on `"meta"`, unless accelerate has offloaded it or this process is not the first, from which FSDP sends weights."""
     follows = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
     if any(p.is_meta for p in model.parameters()) and not getattr(model, "hf_device_map", None) and not follows:
         raise ValueError(f"{label} has no weights (it is on the device 'meta'); load it with `from_pretrained`.")
@@ -200,7 +200,8 @@ def check_causal(model: nn.Module, label: str) -> None:
 
 
 def reads_ahead(model: nn.Module) -> bool:
-    """Whether the model's output for a token depends on later tokens; `False` without weights."""
+    """Whether the model's output for a token depends on later tokens; `False` without weights. Two rows of five tokens that differ in the
+    third alone are read: outputs for the first two tokens may not change, relative to those for the last two."""
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if device is None:
         return False
@@ -211,8 +212,8 @@ def reads_ahead(model: nn.Module) -> bool:
         outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))
         # A mixture of experts may give a loss first
         predicted = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        one, other = predicted.float()  # (5, V) each
-    change = (one - other).abs()
+        original, changed = predicted.float()  # (5, V) each
+    change = (original - changed).abs()
     return bool(change[:2].max() > _SHARE * change[3:].max())
 
 
