@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package, from its names and the module of each."""
+    """`__getattr__` and `__dir__` of a package, from its names and the submodule of each, imported when a name is first used."""
 
     def get(name: str) -> Any:
         if name not in modules:

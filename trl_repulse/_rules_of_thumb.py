@@ -39,13 +39,13 @@ def bad_threshold_for(rewards: np.ndarray) -> float:
         return threshold if ordered[0] < threshold <= ordered[1] else float(ordered[1])
     digits = 1 - math.floor(math.log10(rewards.std()))
     # One extreme reward makes the deviation large, and all others nearly equal
-    while abs(is_bad(rewards, threshold := round(low, digits) + 0.0).mean() - share) > share / 2:
+    while abs(is_bad(rewards, threshold := round(low, digits) + 0.0).mean() - share) > share / 2:  # + 0.0: no -0.0
         digits += 1
     return threshold
 
 
 def _gap(rewards: np.ndarray) -> float | None:
-    """The middle of the widest gap near the quantile, if the gap is wider than the interquartile ranges of both sides."""
+    """The middle of the widest gap in rewards (n,) above a share [`_NEAR`]; `None` if an interquartile range of either side is as wide."""
     ordered = np.sort(rewards)
     first, last = max(3, math.ceil(_NEAR[0] * rewards.size)), math.floor(_NEAR[1] * rewards.size)
     gaps = np.diff(ordered[first - 1 : last + 1])  # below the first of them are `first` samples

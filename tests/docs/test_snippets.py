@@ -62,13 +62,7 @@ RUN = {
     "trl-repulse gcg-report": "",
 }
 # Keyword argument of a call in a Python block -> the value that it gets here
-SIZES = {
-    "max_steps": 1,
-    "num_samples": 8,
-    "num_steps": 1,
-    "max_targets": 1,
-    "counts": (60, 60, 60),
-}
+SIZES = {"max_steps": 1, "num_samples": 8, "num_steps": 1, "max_targets": 1, "counts": (60, 60, 60)}
 # Keyword arguments that each configuration of a run, or of an attack, gets
 OF_A_RUN = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "logging_steps": 1}
 OF_RL = OF_A_RUN | {"max_completion_length": 16}

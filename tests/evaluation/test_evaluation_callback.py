@@ -11,11 +11,7 @@ from datasets import Dataset
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation._generation import as_function
-from trl_repulse.evaluation.callback import (
-    BeforeAfterCallback,
-    TailReportCallback,
-    draw_completions,
-)
+from trl_repulse.evaluation.callback import BeforeAfterCallback, TailReportCallback, draw_completions
 
 from ..conftest import build_tokenizer, word_reward
 from ..reward_models import CHAT_TEMPLATE, messages, save_model

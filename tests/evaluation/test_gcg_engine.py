@@ -78,8 +78,7 @@ def test_the_gradient_is_that_of_the_one_hot_tokens(tokenizer, architecture):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("use_prefix_cache", False), *(("micro_batch_size", size) for size in (1, 7, 1000))],
+    ("option", "value"), [("use_prefix_cache", False), *(("micro_batch_size", size) for size in (1, 7, 1000))]
 )
 def test_what_is_for_speed_changes_nothing(model, tokenizer, exact, option, value):
     result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {option: value}))

@@ -43,8 +43,8 @@ def check_card(folder: Path | None, models: int = 1) -> None:
 def check_measured(
     folder: Path | str, weights: str, name: str, flag: str = "--card", measured: str = "was measured", **options: Any
 ) -> None:
-    """Raises a `ValueError` if no precision of the model in the folder has the hash of the measured weights. Warns if that model
-    cannot be loaded, with `options`. `name` is that of the measured model, for the message, in which `flag` names the folder."""
+    """Raises a `ValueError` if no precision of the model in the folder has the hash `weights` (of `hash_model`). Warns if that
+    model cannot be loaded, with `options`. `name` is that of the measured model, for the message, in which `flag` names the folder."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -72,23 +72,23 @@ def write_on_card(
 ) -> None:
     """Writes a section (Markdown) on the model card in a folder, and its metrics into the card's `model-index`. Replaces an earlier section
     with the heading and its metrics. A model without a card gets one. `data` says what the model was measured on, and `confidence` is the
-    nominal coverage of the intervals. Metrics that are not finite are left out."""
+    nominal coverage of the intervals. Metrics and ends of intervals that are not finite are left out. Raises as [`_read_card`]."""
     card = _read_card(folder)
-    results = [each for each in card.data.eval_results or [] if each.dataset_type != heading]
+    results = [result for result in card.data.eval_results or [] if result.dataset_type != heading]
     for name, estimate in metrics.items():
         value, *ends = (float(f"{number:.6g}") for number in (estimate.value, estimate.low, estimate.high))
-        known = {side: end for side, end in zip(("low", "high"), ends, strict=True) if math.isfinite(end)}
+        finite_ends = {side: end for side, end in zip(("low", "high"), ends, strict=True) if math.isfinite(end)}
         if math.isfinite(value):
-            more = {"metric_name": name, "metric_args": {"confidence": confidence} | known}
+            more = {"metric_name": name, "metric_args": {"confidence": confidence} | finite_ends}
             results.append(EvalResult("text-generation", heading, data, name, value, **more))
     if results:
         card.data.eval_results = results
         card.data.model_name = card.data.model_name or folder.resolve().name
     first, last = f"<!-- {heading} -->", f"<!-- end of {heading} -->"
     section = f"{first}\n### {heading}\n\n{text}\n\n{last}"
-    before, found, rest = card.text.partition(first)
-    if found and last in rest:
-        card.text = before + section + rest.partition(last)[2]
+    before, opening, behind = card.text.partition(first)
+    if opening and last in behind:
+        card.text = before + section + behind.partition(last)[2]
     elif "\n### Framework versions" in card.text:  # of a card that TRL wrote
         card.text = card.text.replace("\n### Framework versions", f"\n{section}\n\n### Framework versions", 1)
     else:

@@ -42,8 +42,8 @@ def without_torch(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _call(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Sends what a function returns or raises; an import which needs torch raises, too. It ends by itself, whatever its parent does."""
-    sys.modules |= dict.fromkeys(_HIDDEN)
+    """In the fork: sends a function's value and `None`, or `None` and the error that it raises, as an import that needs torch does."""
+    sys.modules |= dict.fromkeys(_HIDDEN)  # a module that is `None` cannot be imported
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
     try:
         sender.send((function(*args), None))
@@ -52,17 +52,17 @@ def _call(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def read_early(command: str, argv: list[str]) -> str:
-    """Checks the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else nothing.
+    """Checks the arguments of a command whose arguments are fields of dataclasses. Returns the help if they ask for it, else `""`.
     Raises a `ValueError` for a name that is unknown, a value that its flag does not take, or a path at which there is nothing."""
     from .arguments import ARGUMENTS, check_arguments
 
     if command in ARGUMENTS:
-        names, is_own, own = launcher_names(), True, []
+        names, is_own, without_launcher = launcher_names(), True, []
         for word in argv:
             if word.startswith("--"):
                 is_own = word.partition("=")[0][2:].replace("-", "_") not in names
-            own += [word] * is_own  # of the launcher neither flags nor their values
-        return check_arguments(command, own, names)
+            without_launcher += [word] * is_own  # of the launcher neither flags nor their values
+        return check_arguments(command, without_launcher, names)
     from .gcg import build_parser
 
     parser = build_parser()

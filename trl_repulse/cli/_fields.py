@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         unknown name or a value that an argument does not take."""
         # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
-        named = {name.lstrip("-"): each for each in actions for name in each.option_strings or [each.dest]}
+        named = {name.lstrip("-"): action for action in actions for name in action.option_strings or [action.dest]}
         known = [*named.keys() - {"h", "help", "help-all", "config"}, *self.others]
         values = read_yaml(path)
         if self.names_in_files is not None and values.keys() - known:
@@ -144,11 +144,12 @@ class _Replaced(list):
 
 
 def _from_file(value: Any, action: argparse.Action, hint: Any) -> Any:
-    """A YAML value as the flag would give it: PyYAML reads `1e-3` as text, and `off` as false. The error continues a sentence."""
+    """A YAML value as the flag would give it: PyYAML reads `1e-3` as text, and `off` as false. `hint` is the type of the
+    dataclass's field, if there is one. Raises a `ValueError` whose message continues a sentence."""
     several = action.nargs not in (None, 0, "?") or isinstance(action, argparse._AppendAction)
     # Each value of a list is converted
-    kept = {get_origin(each) or each for each in get_args(hint)} - ({list} if several else set())
-    if type(value) in kept & {list, dict, type(None)}:
+    kept_types = {get_origin(option) or option for option in get_args(hint)} - ({list} if several else set())
+    if type(value) in kept_types & {list, dict, type(None)}:
         return value
     if action.choices is not None:
         if isinstance(value, bool):
@@ -162,6 +163,7 @@ def _from_file(value: Any, action: argparse.Action, hint: Any) -> Any:
     kind: Any = parse_boolean if action.nargs == 0 else action.type or str
 
     def convert(each: Any) -> Any:
+        """One plain value as the flag's type converts its text. Raises a `ValueError` for a list or mapping."""
         if isinstance(each, dict) and kind is parse_object:
             return each
         if isinstance(each, list | dict):
@@ -276,11 +278,11 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
     """Splits off `--config`: its file, or `None`, and the other arguments. Raises a `ValueError` if it has no path or is given twice."""
-    path, rest, words = None, [], iter(argv)
+    path, others, words = None, [], iter(argv)
     for word in words:
         flag, has_value, value = word.partition("=")
         if flag != "--config":
-            rest.append(word)
+            others.append(word)
             continue
         if path is not None:
             raise ValueError("`--config` is to be given once.")
@@ -288,7 +290,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
         if not value:
             raise ValueError("`--config` needs the path of a YAML file behind it.")
         path = Path(value)
-    return path, rest
+    return path, others
 
 
 # Arguments that name a file to write -> its endings, if it needs one

@@ -60,7 +60,7 @@ class _Policy:
         self.guard = probe_shared(model)
 
     def draw(self, places: list[int], seed: int, sampler: Any) -> tuple[list[list[int]], list[str], np.ndarray]:
-        """Tokens, texts and rewards of a completion of each prompt."""
+        """Draws one completion at each of B places with `sampler`. Returns tokens, texts and rewards (B,), NaN where there is none."""
         rows, sizes = [self.ids[place] for place in places], (self.args.max_completion_length, self.args.batch_size)
         with tqdm(total=len(rows), desc="samples", unit="completion") as bar:
             engine = transformers_engine(self.model, self.tokenizer, *sizes, on_drawn=bar.update, guard=self.guard)
@@ -70,20 +70,20 @@ class _Policy:
         return tokens, texts, self.rewards(places, tokens, texts)
 
     def rewards(self, places: list[int], tokens: list[list[int]], texts: list[str]) -> np.ndarray:
-        """Rewards of completions; NaN where there is none."""
+        """Rewards (B,) of the completions at B places; NaN where there is none."""
         columns, (name, function) = self.prompts[places], self.reward
-        asked = columns.pop("prompt")
-        given = evaluate_rewards({name: function}, asked, texts, tokens, columns, self.args.batch_size)[name]
-        return np.array([np.nan if value is None else value for value in given])
+        prompts = columns.pop("prompt")
+        values = evaluate_rewards({name: function}, prompts, texts, tokens, columns, self.args.batch_size)[name]
+        return np.array([np.nan if value is None else value for value in values])
 
     def log_p(self, places: list[int], tokens: list[list[int]], sampler: Any) -> np.ndarray:
-        """Log-probabilities of completions, in nats."""
+        """Log-probabilities (B,) in nats of completions at B places, as `sampler` draws."""
         rows = [self.ids[place] for place in places]
         return completion_log_probs(self.model, rows, tokens, self.args.batch_size, sampler, self.guard)[0].numpy()
 
 
 def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, reward: tuple[str, Any]) -> Measured:
-    """Draws, rewards and scores samples of the policy, and extra ones."""
+    """Draws, rewards and scores `args.num_samples` of the policy, or as many as fit into a share of `args.minutes`, and extra ones."""
     completions = max(5, args.num_samples // len(prompts))  # of a prompt: rewards are compared within one
     chosen = prompts.shuffle(seed=args.seed).select(range(min(len(prompts), args.num_samples // completions)))
     policy = _Policy(args, model, tokenizer, chosen, reward)
@@ -106,10 +106,10 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, 
         tokens, texts, rewards = tokens + more[0], texts + more[1], np.append(rewards, more[2])
     end = set(end_tokens(model, tokenizer))
     ended = [bool(row) and row[-1] in end for row in tokens]
-    shaped = (np.reshape(x, (-1, completions)) for x in (rewards, [len(row) for row in tokens], ended))
-    few = list(range(min(len(chosen), 32)))
+    shaped = (np.reshape(x, (-1, completions)) for x in (rewards, [len(row) for row in tokens], ended))  # (P, N)
+    few_places = list(range(min(len(chosen), 32)))
     try:
-        empty = policy.rewards(few, [[] for _ in few], [""] * len(few))
+        empty = policy.rewards(few_places, [[] for _ in few_places], [""] * len(few_places))
     except Exception as error:
         if not from_reward(error):
             raise
@@ -143,14 +143,14 @@ def _gain(
         learning = [i for i in halves[1 - number] if np.isfinite(rewards[i])]  # what does not judge the tokens
         biases = raised_by(torch.tensor(rewards[learning]), [tokens[i] for i in learning], vocab_size(policy.model))
         for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=biases[1]))):
-            asked = [places[i] for i in half[kind::4]]
-            more, _, of_more = policy.draw(asked, policy.args.seed + 2 + 2 * number + kind, sampler)
-            found = [(places[i], tokens[i]) for i in half if is_bad(rewards[i], threshold)]
-            found += [(at, row) for at, row, r in zip(asked, more, of_more, strict=True) if is_bad(r, threshold)]
-            if found:
-                at, rows = (list(each) for each in zip(*found, strict=True))
-                ratio = np.exp(policy.log_p(at, rows, sampler) - policy.log_p(at, rows, Sampler()))  # q / p
-                share = len(half) / (len(half) + len(asked))
+            extra_at = [places[i] for i in half[kind::4]]
+            extra_ids, _, extra_r = policy.draw(extra_at, policy.args.seed + 2 + 2 * number + kind, sampler)
+            bad = [(places[i], tokens[i]) for i in half if is_bad(rewards[i], threshold)]
+            bad += [(at, row) for at, row, r in zip(extra_at, extra_ids, extra_r, strict=True) if is_bad(r, threshold)]
+            if bad:
+                bad_at, rows = (list(each) for each in zip(*bad, strict=True))
+                ratio = np.exp(policy.log_p(bad_at, rows, sampler) - policy.log_p(bad_at, rows, Sampler()))  # q / p
+                share = len(half) / (len(half) + len(extra_at))
                 finds[kind].append(np.stack([1 / (share + (1 - share) * ratio), 2 / (1 + ratio)]))
     gains = []
     for of_kind in finds:
@@ -212,7 +212,7 @@ class _Clock(TrainerCallback):
 
 
 def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: Any, count: int, bf16: bool) -> float:
-    """Seconds of an update of `count` prompts."""
+    """Trains for two updates of `count` prompts, and returns the seconds of the faster one: the first one may include a warm-up."""
     gc.collect()  # models of the run before
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -241,14 +241,14 @@ def check_arguments(command: str, argv: list[str], launcher_keys: Collection[str
 
 
 def of_the_method(command: str) -> set[str]:
-    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one."""
+    """Fields that the method with a negative term has and `command` has not, if it is the baseline of one, else none."""
     method = {"reinforce": "repulse", "ppo": "repulse-ppo", "grpo": "repulse-grpo"}.get(command, command)
-    of_method, own = ({each.name for cls in ARGUMENTS[name] for each in fields(cls)} for name in (method, command))
+    of_method, own = ({field.name for cls in ARGUMENTS[name] for field in fields(cls)} for name in (method, command))
     return of_method - own
 
 
 def _with_config(argv: list[str], default_config: str) -> list[str]:
-    """The words, with the settings of the embedded world if they name neither settings nor a model."""
+    """`argv`, behind `--config default_config` if it names neither settings nor a model and asks for no help."""
     flags = {word.partition("=")[0].replace("-", "_") for word in argv}
     named = flags & {"__config", "__model_name_or_path", "_h", "__help", "__help_all"}
     return argv if named else ["--config", default_config, *argv]
@@ -306,7 +306,7 @@ def _check_named(script_args: TrainingScriptArguments, eval_strategy: str) -> No
 
 
 def _accumulation(train_batch_size: int, args: Any) -> int:
-    """Passes that one update takes on these processes."""
+    """Passes that an update of `train_batch_size` completions takes on these processes. Raises a `ValueError` if it is no whole number."""
     a_pass = args.per_device_train_batch_size * args.world_size
     if train_batch_size < 1 or train_batch_size % a_pass:
         raise ValueError(
@@ -317,7 +317,7 @@ def _accumulation(train_batch_size: int, args: Any) -> int:
 
 
 def _decay_steps(ratio: float, args: Any) -> int:
-    """Updates over which the learning rate falls."""
+    """Updates over which the learning rate falls: `ratio` of `max_steps`. Raises a `ValueError` if it is out of range or has no effect."""
     if not 0 < ratio <= 1:
         raise ValueError(f"`lr_decay_ratio={ratio}` must be from 0 (another schedule) to 1.")
     if args.lr_scheduler_type != "warmup_stable_decay" or args.max_steps <= 0:

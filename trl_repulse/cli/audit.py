@@ -71,17 +71,17 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def format_audit(audit: Any, confidence: float) -> str:
-    """Tables of the estimates and the strata, and the verdict."""
+    """Tables of the estimates and the strata of an [`~trl_repulse.evaluation.audit.Audit`], and its verdict."""
     from ..evaluation.report import text_table
 
     rows = [("", "estimate", f"{100 * confidence:g}% interval", "labels")]
-    for name, it in audit.estimates.items():
-        value = plain(it.value) if it.value == it.value else "none"
-        rows.append((name, value, f"{plain(it.low)} to {plain(it.high)}", f"{it.samples:,}"))
+    for name, estimate in audit.estimates.items():
+        value = plain(estimate.value) if estimate.value == estimate.value else "none"  # NaN
+        rows.append((name, value, f"{plain(estimate.low)} to {plain(estimate.high)}", f"{estimate.samples:,}"))
     lines = text_table(rows)
     if audit.strata:
         rows = [("stratum", "share of completions", "labelled", "truly bad")]
-        for name, it in audit.strata.items():
-            rows.append((name, plain(it["share"]), f"{it['labelled']:,}", f"{it['truly_bad']:,}"))
+        for name, stratum in audit.strata.items():
+            rows.append((name, plain(stratum["share"]), f"{stratum['labelled']:,}", f"{stratum['truly_bad']:,}"))
         lines += ["", *text_table(rows)]
     return "\n".join([*lines, "", *audit.notes()])

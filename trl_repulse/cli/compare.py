@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.comparison import compare_samples
     from ..evaluation.records import load_samples, write_report
 
-    samples = [load_samples(each, args.partial) for each in args.folders]
+    samples = [load_samples(folder, args.partial) for folder in args.folders]
     comparisons = compare_samples(samples, args.thresholds, args.confidence)
-    content = [asdict(each) | {"sentence": each.sentence} for each in comparisons]
+    content = [asdict(comparison) | {"sentence": comparison.sentence} for comparison in comparisons]
     write_report(args.output, {"comparisons": content})
     if args.figure is not None:
         from ..evaluation.plots import plot_comparison
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
         plot_comparison(comparisons, args.figure)
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, args.thresholds)
-    of = max(each.header["prompts"].get("of", 0) for each in samples)
-    prompts = f"the first {comparisons[0].prompts:,} of {of:,}" if of else f"{comparisons[0].prompts:,}"
+    total = max(each.header["prompts"].get("of", 0) for each in samples)
+    prompts = f"the first {comparisons[0].prompts:,} of {total:,}" if total else f"{comparisons[0].prompts:,}"
     print(f"{prompts} prompts. Intervals are paired, for other prompts like these.")
-    for each in comparisons:
-        print(f"\n{each.to_markdown()}")
+    for comparison in comparisons:
+        print(f"\n{comparison.to_markdown()}")
     return 0

@@ -120,7 +120,7 @@ def _sample(args: argparse.Namespace) -> None:
 
 
 def _load_rewards(args: argparse.Namespace) -> Any:
-    """The reward that the arguments name, or a list of those of `--reward`."""
+    """The reward that the arguments name, or a list of those of `--reward`. Raises a `ValueError` if they contradict one another."""
     from ..rewards.loading import load_reward
 
     if args.rewards is None:
@@ -128,13 +128,13 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     if args.reward_type is not None or args.reward_model_path is not None or args.reward_kwargs:
         raise ValueError("`--reward` holds all of a reward; leave out the other arguments of rewards.")
     return [
-        load_reward(each.pop("reward_type", None), each.pop("reward_model_path", None), **each)
-        for each in map(dict, args.rewards)
+        load_reward(options.pop("reward_type", None), options.pop("reward_model_path", None), **options)
+        for options in map(dict, args.rewards)  # copies, out of which `pop` takes
     ]
 
 
 def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
-    """Writes answers for Inspect's viewer, by the name of the folder or attack, with P(bad) under the first threshold."""
+    """Writes answers for Inspect's viewer: sample sets in a list, shown by folder, or by name; with P(bad) under the first threshold."""
     from ..evaluation.inspect import write_inspect_log
 
     if not isinstance(samples, dict):
@@ -148,9 +148,9 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
     from ..evaluation.records import write_report
 
     text = report.to_markdown(args.per_prompt)
-    for folder, each in zip(args.folders, samples, strict=True):
-        if (of := each.header["prompts"].get("of")) is not None:
-            text = f"`{folder}` is partial: the first {len(each.prompts)} of {of} prompts.\n{text}"
+    for folder, sample_set in zip(args.folders, samples, strict=True):
+        if (total := sample_set.header["prompts"].get("of")) is not None:
+            text = f"`{folder}` is partial: the first {len(sample_set.prompts)} of {total} prompts.\n{text}"
     write_report(args.output, report.to_dict() | {"folders": args.folders})
     if args.inspect_log is not None:
         write_log(args.inspect_log, samples, args.thresholds)
@@ -159,6 +159,6 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))
         data = f"{report.samples:,} completions of each of {report.prompts:,} prompts"
         mean = f"mean {report.column}"
-        metrics = {with_unit(mean if name == "mean" else name): it for name, it in report.overall.items()}
+        metrics = {with_unit(mean if name == "mean" else name): estimate for name, estimate in report.overall.items()}
         text = f"{report.to_markdown()}\n\n{samples[0].conditions}"
         write_on_card(args.card, "Held-out samples", text, metrics, data, report.confidence)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuses what can be refused before torch is imported."""
+    """Refuses what can be refused before torch is imported. Moves `--model` into `args.policy`, and sets the default `args.divergence`."""
     from ..evaluation.rare.counts import OF_POLICY, OF_REFERENCE, TILTED, check_counts, pilot_counts
     from ..evaluation.tails import check_share, check_sizes
 
@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def estimate(args: argparse.Namespace) -> dict[str, Any]:
     """Loads, draws and estimates. Returns what [`~trl_repulse.evaluation.rare.report.rare_event_report`] does, with `settings` and
-    the names of the `components`."""
+    the names of the `components`. All processes must call it."""
     from accelerate.utils import broadcast_object_list
     from transformers import AutoModelForCausalLM
 
@@ -141,9 +141,9 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
         name = f"proposal {path}"
         components[name] = Component(model)
         if args.divergence:
-            found = [find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **shared)]
-            broadcast_object_list(found)  # devices of two kinds may round otherwise
-            components[f"{name} at temperature {found[0]:.3g}"] = Component(model, temperature=found[0])
+            hot = [find_temperature(model, tokenizer, texts, args.max_completion_length, args.divergence, **shared)]
+            broadcast_object_list(hot)  # devices of two kinds may round otherwise
+            components[f"{name} at temperature {hot[0]:.3g}"] = Component(model, temperature=hot[0])
     if args.num_proposal_samples is None:
         components |= policy_components(policy, reference)
         draws, names = draw_by_pilot(

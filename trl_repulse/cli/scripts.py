@@ -71,7 +71,7 @@ def load_data(
         revision, code = (args.model_init_kwargs or {}).get("revision"), args.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(model_name, revision=revision, trust_remote_code=code)
         limit = (tokenizer, script_args.max_prompt_length, args.chat_template_kwargs)
-        train, held_out = (it if it is None else drop_long_prompts(it, *limit) for it in (train, held_out))
+        train, held_out = (data if data is None else drop_long_prompts(data, *limit) for data in (train, held_out))
     return train, held_out
 
 
@@ -85,7 +85,7 @@ def run(
 ) -> None:
     """
     Trains, saves and reports: prints a table, and writes `results.json`, a figure, and a table of completions from before and
-    after training to `output_dir`.
+    after training to `output_dir`. All processes must call it.
 
     Args:
         trainer_cls (`type`): Class of the trainer.
@@ -185,7 +185,7 @@ def _evaluate(
     def measured(model: str, **options: Any) -> dict[str, float]:
         """P(bad) of the policy in a folder, with its interval, under the names of metrics."""
         policy = load_model(AutoModelForCausalLM, model, "policy", trust_remote_code=args.trust_remote_code, **options)
-        found = estimate_prob_bad(
+        p_bad = estimate_prob_bad(
             policy.to(trainer.accelerator.device),
             trainer.processing_class,
             held_out,
@@ -198,7 +198,7 @@ def _evaluate(
             batch_size=max(args.per_device_eval_batch_size, 64),
             seed=args.seed,
         )
-        return dict(zip((f"eval_{name}" for name in P_BAD), (found.value, found.low, found.high), strict=True))
+        return dict(zip((f"eval_{name}" for name in P_BAD), (p_bad.value, p_bad.low, p_bad.high), strict=True))
 
     unseen, others = measured(args.output_dir), {}
     if initial is not None:
@@ -236,7 +236,7 @@ def report(
 ) -> None:
     """Writes `results.json` and a figure to the `output_dir` of a trainer that has finished, and prints a table. `unseen` has P(bad) of the
     policy on held-out prompts, or nothing; `others` has, by name, what is known of other policies on the same held-out prompts, and `notes`
-    are lines below the table."""
+    are lines below the table. Only the main process calls it. What it sets on the trainer is for the model card."""
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
     history = list(reversed(trainer.state.log_history))
     metrics = next((logs for logs in history if "reward" in logs), {})

@@ -31,7 +31,8 @@ _LAUNCHER = "TRL_REPULSE_LAUNCHER"  # environment variable: the launcher's proce
 
 
 def launch(command: str, argv: list[str]) -> int:
-    """Launches a training command. `accelerate launch` takes its own options from the flags and from the file of `--config`."""
+    """Launches a training command. `accelerate launch` takes its own options from the flags and from the file of `--config`.
+    Returns the exit status: 0, 130 after a signal, or that of [`_status`]."""
     prog, (path, _) = f"trl-repulse {command}", split_config(argv)
     settings = {} if path is None else read_yaml(path)
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)  # its notice is about `accelerate launch`
@@ -60,6 +61,7 @@ def _signals_passed_on() -> Iterator[None]:
     """Passes on what ends this process, which `accelerate launch` does not do for a single process."""
 
     def pass_on(number: int, frame: Any) -> None:
+        """Sends the signal to all children. Without any, this process ends as the signal would end it."""
         children = psutil.Process().children()
         for process in children:
             process.send_signal(number)
@@ -77,7 +79,7 @@ def _signals_passed_on() -> Iterator[None]:
 
 
 def _status(prog: str, code: int) -> int:
-    """The exit status for that of a process, of which a signal is named; of an error the process itself has said why."""
+    """The command's exit status for that of a training process: 128 and the number of the signal that ended it (printed), else 1."""
     if code >= 0:
         return 1
     full = ", which is what the system does when memory is full; lower `per_device_train_batch_size`, or free memory"
@@ -95,12 +97,12 @@ def _end_with_launcher() -> None:
 
 
 def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argparse.Namespace:
-    """Arguments of `accelerate launch`: its options, this module, and all other words."""
+    """Arguments of `accelerate launch`: its options in `settings` (the file) and `argv`, which wins, this module, and all other words."""
     parser = launch_command_parser()
     parser.prog, parser.usage = prog, "%(prog)s [--config FILE] [--FLAG VALUE ...]"
     parser.add_argument("--accelerate_config", dest="config_file", help="As `--config_file`; the name that `trl` has.")
     options = _options(parser)
-    forwarded, rest, words = [], [], iter(argv)
+    forwarded, for_training, words = [], [], iter(argv)
     for name, value in settings.items():
         option = options.get(f"--{name}")
         if option is not None and (option.nargs != 0 or value):
@@ -108,14 +110,14 @@ def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argpa
     for word in words:
         option = options.get(word.partition("=")[0])
         if option is None:
-            rest.append(word)
+            for_training.append(word)
         else:
             forwarded += [word, *islice(words, 0 if option.nargs == 0 or "=" in word else 1)]
-    return parser.parse_args([*forwarded, "--module", "trl_repulse.cli.train", *rest])
+    return parser.parse_args([*forwarded, "--module", "trl_repulse.cli.train", *for_training])
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The launcher's own flags."""
+    """The launcher's actions by flag, without those of [`NOT_FORWARDED`]."""
     actions = [action for action in parser._actions if action.dest not in NOT_FORWARDED]
     return {flag: action for action in actions for flag in action.option_strings if flag.startswith("--")}
 

@@ -62,7 +62,7 @@ def require_finite(args: Any, *names: str) -> None:
 
 
 def parse_objects(args: Any, *names: str) -> None:
-    """Reads these fields from JSON where they are text. Raises `ValueError` if that is not valid, or a field is no object."""
+    """Replaces text in these fields by the JSON objects that it holds. Raises `ValueError` if it is not valid, or a field is no object."""
     for name in names:
         value = getattr(args, name)
         if isinstance(value, str):
@@ -82,7 +82,7 @@ def check_choices(args: Any) -> None:
             continue
         for name, hint in inspect.get_annotations(cls).items():
             kinds = [hint, *get_args(hint)]
-            choices = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+            choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
             if choices and name != "share_prompts":  # which takes words of a command line too
                 choices = [None] * (type(None) in kinds) + choices
                 require(args, getattr(args, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}")
@@ -134,7 +134,7 @@ def check_compared(args: Any) -> None:
 
 
 def check_shared(args: Any) -> None:
-    """Checks the fields that all trainers share, including TRL's, and the choices of all."""
+    """Checks the fields that all trainers share, including TRL's, and the choices of all; makes text in `share_prompts` a bool."""
     check_choices(args)
     check_transform(args)
     require_finite(args, "bad_reward_threshold")

@@ -138,7 +138,7 @@ class NegativeTermConfig:
         super().__post_init__()  # type: ignore[misc]  # of the other base class
 
     def fill_in(self) -> None:
-        """Gives unset fields the defaults that depend on other fields. Reads and writes attributes alone."""
+        """Gives unset fields the defaults that depend on `proposal`. Reads and writes attributes alone: any object with them will do."""
         defaults = _HOT_DEFAULTS if self.proposal == "hot_policy" else _PAPERS_DEFAULTS
         for name, default in defaults.items():
             if getattr(self, name) is None:
@@ -151,7 +151,7 @@ class NegativeTermConfig:
 
     @property
     def draws_hot(self) -> bool:
-        """Whether the policy itself draws the samples of the proposal."""
+        """Whether the policy draws extra samples itself, by another sampler of its logits."""
         return bool(self.alpha) and self.proposal == "hot_policy"
 
     @property

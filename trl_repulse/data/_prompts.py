@@ -120,10 +120,10 @@ def conversations(dataset: "Dataset | IterableDataset | None") -> Iterator[Any]:
 
 def one_of_each(prompts: Iterable[list[dict[str, Any]]]) -> list[tuple[int, list[dict[str, Any]]]]:
     """The row number (from 1) and conversation of the first row with each sequence of roles, on which templates depend."""
-    found: dict[tuple[str, ...], tuple[int, list[dict[str, Any]]]] = {}
+    first_of: dict[tuple[str, ...], tuple[int, list[dict[str, Any]]]] = {}
     for number, prompt in enumerate(prompts, 1):
-        found.setdefault(tuple(message["role"] for message in prompt), (number, prompt))
-    return list(found.values())
+        first_of.setdefault(tuple(message["role"] for message in prompt), (number, prompt))
+    return list(first_of.values())
 
 
 class _Message(dict):

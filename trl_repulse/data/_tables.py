@@ -32,10 +32,10 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     # Strict: pandas and pyarrow add text after a closing quote to the field, and rows with it
     reader = csv.reader(io.StringIO(_read_text(path), newline=""), strict=True)
     header: list[str] = []
-    rows, doubtful, first = [], [], 1
+    rows, doubtful, next_line = [], [], 1
     try:
         for fields in reader:
-            line, first = first, reader.line_num + 1
+            line, next_line = next_line, reader.line_num + 1
             if not any(fields):  # an empty line, or a row of commas, as spreadsheets add
                 continue
             if not header:
@@ -60,7 +60,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         if "field limit" in str(error):
             remedy += "; a field that is so long on purpose needs a file of JSON lines"
         raise ValueError(
-            f"Line {reader.line_num} of `{path}`, in the row that begins at line {first}, has a quote that is not balanced "
+            f"Line {reader.line_num} of `{path}`, in the row that begins at line {next_line}, has a quote that is not balanced "
             f"({error}): {remedy}."
         ) from error
     if doubtful:
@@ -77,12 +77,12 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     not JSON, is nested too deeply, repeats a key, or has a row that is no object."""
     text = _read_text(path)
     rows = enumerate(_parse(text, f"`{path}`"), 1) if text.lstrip().startswith("[") else _json_lines(text, path)
-    found = []
+    objects = []
     for number, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f'Row {number} of `{path}` is not an object; write each row as {{"prompt": ...}}.')
-        found.append(row)
-    return found
+        objects.append(row)
+    return objects
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -99,6 +99,7 @@ def check_names(columns: list[str], path: Path) -> None:
 
 
 def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """As [`read_json_lines`], from the text of the file at `path`, which messages name."""
     for number, line in enumerate(_LINE_BREAK.split(text), 1):  # JSON strings may hold other line separators
         if line.strip():
             yield number, _parse(line, f"Line {number} of `{path}`")
@@ -142,21 +143,21 @@ def _parse(text: str, where: str) -> Any:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON. Raises `ValueError` for a key that is there twice, of which `json` would keep the last."""
-    found: dict[str, Any] = {}
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in unique:
             raise ValueError(
-                f"an object has the key '{key}' twice, with {found[key]!r:.40} and {value!r:.40}: keep one"
+                f"an object has the key '{key}' twice, with {unique[key]!r:.40} and {value!r:.40}: keep one"
             )
-        found[key] = value
-    return found
+        unique[key] = value
+    return unique
 
 
 @dataclass
 class ExactJson:
     """Type of a column of lists and objects, or of whole numbers beside others, stored as JSON text and read back unchanged. Arrow has one
     structure for all rows: each row gets the keys of the others, and 1 next to 2.5 becomes 1.0. [`~datasets.Json`] changes the last digits
-    of floats (datasets 5.2)."""
+    of floats (datasets 5.2). The methods are those that `datasets` calls of a column's type."""
 
     pa_type: ClassVar[Any] = pa.string()
     _type: str = field(default="ExactJson", init=False, repr=False)

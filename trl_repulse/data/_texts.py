@@ -65,24 +65,24 @@ def check_added_tokens(
     since their template writes all special tokens."""
     if not len(prompts) or not isinstance(prompts[0], str):
         return
-    first = tokenizer(next(filter(None, prompts), ""), return_special_tokens_mask=True)
-    ids, added = first["input_ids"], first["special_tokens_mask"]
+    encoded = tokenizer(next(filter(None, prompts), ""), return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
     if all(added):
         return
-    before, behind = added.index(0), added[::-1].index(0)
-    end = ids[len(ids) - behind :]
+    num_before, num_behind = added.index(0), added[::-1].index(0)
+    end = ids[len(ids) - num_behind :]
     if tokenizer.eos_token_id in end:
         raise ValueError(
             f"The tokenizer ends plain prompts with its end token {tokenizer.eos_token!r}, behind which a model begins another text; load "
-            f"the tokenizer, set its `add_bos_token = {before > 0}` and `add_eos_token = False`, and save or pass it."
+            f"the tokenizer, set its `add_bos_token = {num_before > 0}` and `add_eos_token = False`, and save or pass it."
         )
     if end:
         logger.warning_once(
             f"The tokenizer adds {tokenizer.decode(end)!r} to the end of plain prompts, and completions follow it. Take it out of the "
             "tokenizer's post-processor, unless the model was trained with it."
         )
-    if before and any(row[before : 2 * before] == ids[:before] for row in prompt_ids or [ids]):
-        token = tokenizer.decode(ids[:before])
+    if num_before and any(row[num_before : 2 * num_before] == ids[:num_before] for row in prompt_ids or [ids]):
+        token = tokenizer.decode(ids[:num_before])
         logger.warning_once(
             f"Prompts begin with {token!r} twice: it is in their text, as where a chat template wrote it, and the tokenizer adds it. Take it "
             "out of the text, or pass the messages themselves."

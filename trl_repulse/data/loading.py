@@ -131,7 +131,7 @@ def drop_long_prompts(
 
 
 def _load_by_name(name: str, path: Path, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """Loads a folder, or a data set from the Hub."""
+    """Loads a folder, or a data set from the Hub. Raises a `ValueError` with the reason if it cannot be read, or lacks the split."""
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError, RuntimeError) as error:
@@ -174,7 +174,7 @@ def _check_column(columns: Iterable[str], column: str, name: str) -> None:
 
 
 def _load_file(path: Path, split: str, column: str) -> Dataset:
-    """The prompts of a file, checked."""
+    """The rows of a file with `column` as their `"prompt"`, checked. Raises a `ValueError` as [`load_prompts`]."""
     readable = f"{', '.join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]}"
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a {readable} file of prompts.")

@@ -94,7 +94,7 @@ class RunLog:
         """Standard error of a mean of [`spans`], from the differences of successive logs."""
         points = [value for _, value in self.columns[name] if math.isfinite(value)]
         # Half the mean square of successive differences is the variance of a log
-        squares = [(one - other) ** 2 / 2 for one, other in zip(points, points[1:], strict=False)]
+        squares = [(earlier - later) ** 2 / 2 for earlier, later in zip(points, points[1:], strict=False)]
         logs = max(1.0, UPDATES * len(self.steps) / self.updates)  # of a mean
         return math.sqrt(sum(squares) / len(squares) / logs) if squares else 0.0
 
@@ -110,6 +110,7 @@ class RunLog:
 
     @property
     def is_hot(self) -> bool:
+        """Whether the hot policy drew the extra samples, by the settings or a metric of its own."""
         hot = self.settings.get("proposal") == "hot_policy" and self.settings.get("alpha") != 0
         return hot or "negative/p_bad" in self.columns
 
@@ -123,10 +124,8 @@ class RunLog:
 
 
 def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
-    """
-    Reads the log of a run from its `output_dir` or, if that has gone further, from a checkpoint. Returns the file, the log, and the run's
-    settings, empty if no `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read.
-    """
+    """Reads the log of a run from its `output_dir` or, if that has gone further, from a checkpoint. Returns the file, the log, and the
+    run's settings, empty if no `results.json` or checkpoint has them. Raises a `ValueError` if there is no log, or it cannot be read."""
     folder = Path(folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
@@ -157,6 +156,7 @@ def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, 
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises a `ValueError` if it cannot be read, or is no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -254,6 +254,7 @@ class Diagnosis:
 
 
 def _not_finite(log: RunLog) -> str | None:
+    """Losses, norms, KLs or entropies that are NaN or infinite in a tenth of the logs, or in the last one."""
     for name in (prefix + name for prefix in ("", "proposal/", "value/") for name in _FINITE):
         column = log.columns.get(name, [])
         bad = [step for step, value in column if not math.isfinite(value)]
@@ -263,6 +264,7 @@ def _not_finite(log: RunLog) -> str | None:
 
 
 def _constant_reward(log: RunLog) -> str | None:
+    """The reward, or that of one function, hardly varies in any span, measured by its size."""
     log.spans("reward_std")  # raises `Unknown` without
     of_functions = [name.removesuffix("std") for name in log.columns if re.fullmatch(r"rewards/.+/std", name)]
     names = {"reward_std": "reward"} | {f"{name}std": f"{name}mean" for name in of_functions}
@@ -276,6 +278,7 @@ def _constant_reward(log: RunLog) -> str | None:
 
 
 def _collapse(log: RunLog) -> str | None:
+    """The proposal's estimate of log Z is far below that of the policy's samples, or nearly all its samples of a prompt are alike."""
     if log.is_hot:
         raise Unknown("the hot policy is the policy itself, with other logits")
     signs, samples = [], log.proposal_samples
@@ -295,6 +298,7 @@ def _collapse(log: RunLog) -> str | None:
 
 
 def _turned_target(log: RunLog) -> str | None:
+    """The proposal's reward is never far below the policy's, or has come back half way to it."""
     if log.is_hot:
         raise Unknown("the hot policy has no target")
     distances = [(own.mean - theirs.mean, theirs) for own, theirs in log.pairs("reward", "proposal/reward")]
@@ -313,6 +317,7 @@ def _turned_target(log: RunLog) -> str | None:
 
 
 def _ess(log: RunLog) -> str | None:
+    """After the proposal's warm-up, fewer than two samples of a prompt carry the importance weights."""
     if log.is_hot:
         raise Unknown("the hot policy weighs the bad samples alone, of which a prompt may have one")
     name = "negative/ess" if "negative/ess" in log.columns else "proposal/ess"
@@ -330,6 +335,7 @@ def _ess(log: RunLog) -> str | None:
 
 
 def _nothing_bad(log: RunLog) -> str | None:
+    """No span has a bad output, neither of the policy nor of what looks for them."""
     names = ["bad_fraction", "proposal/bad_fraction"]
     if log.is_hot:
         names[0] = "negative/p_bad"
@@ -338,22 +344,23 @@ def _nothing_bad(log: RunLog) -> str | None:
     elif names[1] not in log.columns:
         names = names[:1]  # the policy is its own proposal
     spans = [log.spans(name) for name in names]
-    if any(span.mean > 0 for each in spans for span in each):
+    if any(span.mean > 0 for of_metric in spans for span in of_metric):
         return None
     listed = " and ".join(f"`{name}`" for name in names)
     return f"{listed} {'is' if len(names) == 1 else 'are'} 0 over updates {spans[0][0].first} to {spans[0][-1].last}"
 
 
 def _finds_no_more(log: RunLog) -> str | None:
+    """The hot policy's extra samples are bad no more often than the policy's own, or the gain is below 1."""
     if not log.is_hot:
         raise Unknown("there is no hot policy, as far as log and settings tell")
     names = "proposal/bad_fraction", "bad_fraction"
     spans = [log.spans(name) for name in names]
-    extra, own = (statistics.fmean(span.mean for span in each) for each in spans)
+    extra, own = (statistics.fmean(span.mean for span in of_metric) for of_metric in spans)
     if own >= extra > 0:  # where nothing is found, that is another symptom
         return f"`{names[0]}` is {extra:.2g} and `{names[1]}` {own:.2g} on average"
     gain = log.spans("proposal/gain")[-1] if "proposal/gain" in log.columns else None
-    extra, own = (each[-1].mean for each in spans)
+    extra, own = (of_metric[-1].mean for of_metric in spans)
     # What extra samples alone find is too rare to move the gain
     if gain is None or gain.mean >= GAIN or extra > own == 0:
         return None
@@ -361,6 +368,7 @@ def _finds_no_more(log: RunLog) -> str | None:
 
 
 def _rising_kl(log: RunLog) -> str | None:
+    """The KL has at least doubled, by 0.1 nats a token or more, since the reward was first near its best."""
     pairs = log.pairs("kl", "reward")
     good = max(reward.mean for _, reward in pairs) - PLATEAU * log.spread
     (before, start), (after, last) = next(pair for pair in pairs if pair[1].mean >= good), pairs[-1]
@@ -375,6 +383,7 @@ def _rising_kl(log: RunLog) -> str | None:
 
 
 def _jumping_kl(log: RunLog) -> str | None:
+    """The KL of a completion rises by more than 2 nats in the first 20 updates."""
     lengths = dict(log.columns.get("completions/mean_length", ()))
     kl = [(step, value * lengths[step]) for step, value in log.columns.get("kl", ()) if step in lengths]
     early = [(step, value) for step, value in kl if 0 < step <= UPDATES and math.isfinite(value)]
@@ -388,6 +397,7 @@ def _jumping_kl(log: RunLog) -> str | None:
 
 
 def _narrow(log: RunLog) -> str | None:
+    """The entropy, or the share of distinct completions of a prompt, has fallen to a fraction of the start's."""
     spans, signs = log.spans("entropy"), []
     first, last = spans[0], spans[-1]
     if last.mean < min(ENTROPY, ENTROPY_SHARE * first.mean) and first.mean > ENTROPY:
@@ -402,6 +412,7 @@ def _narrow(log: RunLog) -> str | None:
 
 
 def _falling_return(log: RunLog) -> str | None:
+    """The return is below its best by more than noise, and by half a standard deviation of the reward at the start."""
     name = "return" if "return" in log.columns else "reward"
     spans = log.spans(name)
     best, last = max(spans, key=lambda span: span.mean), spans[-1]
@@ -422,10 +433,11 @@ def _longest_completion(log: RunLog) -> float:
 
 def _models(log: RunLog, name: str) -> Iterator[str]:
     """Names of a metric for the policy, and for the proposal if there is one."""
-    return (each for each in (name, f"proposal/{name}") if each == name or each in log.columns)
+    return (metric for metric in (name, f"proposal/{name}") if metric == name or metric in log.columns)
 
 
 def _empty(log: RunLog) -> str | None:
+    """In some span the mean completion of the policy, or of the proposal, is hardly more than an end token."""
     for name in _models(log, "completions/mean_length"):
         short = min(log.spans(name), key=_mean_of)
         if _longest_completion(log) < 2:
@@ -437,6 +449,7 @@ def _empty(log: RunLog) -> str | None:
 
 
 def _cut(log: RunLog) -> str | None:
+    """In some span at least half of the completions are cut off, as they were not at the start."""
     for name in _models(log, "completions/clipped_ratio"):
         cut = max(log.spans(name), key=_mean_of)
         if _longest_completion(log) <= SHORT:
@@ -590,9 +603,9 @@ def diagnose(history: Iterable[dict[str, Any]], settings: dict[str, Any] | None 
 def _alternatives(remedy: tuple[str, ...], settings: dict[str, Any]) -> str:
     """Joins the alternatives, without those that name a field that has no effect in this run."""
     if settings and not settings.get("alpha", "potential" in settings):
-        remedy = tuple(each for each in remedy if "{alpha}" not in each)
+        remedy = tuple(alternative for alternative in remedy if "{alpha}" not in alternative)
     if settings.get("potential") == "indicator":
-        remedy = tuple(each for each in remedy if "{target_dist_beta}" not in each)
+        remedy = tuple(alternative for alternative in remedy if "{target_dist_beta}" not in alternative)
     *first, last = remedy
     return f"{', '.join(first)}{',' * (len(first) > 1)} or {last}" if first else last
 

@@ -64,6 +64,7 @@ class Moments:
         return cls() if math.isnan(value) or count <= 0 else cls(count, value, 0.0, value, value)
 
     def __add__(self, other: "Moments") -> "Moments":
+        """The moments of the values of both; the distance of their means adds to the squared deviations."""
         if not (self.count and other.count):
             return self if self.count else other
         count = self.count + other.count
@@ -118,6 +119,7 @@ class ShareUnder(Pooled):
     _threshold: Callable[[], float | None]
 
     def __new__(cls, rewards: torch.Tensor, threshold: Callable[[], float | None]) -> "ShareUnder":
+        """As a number NaN: the share is known once [`moments`] reads the threshold."""
         metric = float.__new__(cls, math.nan)
         metric.statistic, metric._rewards, metric._threshold = mean, rewards, threshold
         return metric
@@ -137,10 +139,8 @@ def pool(metrics: Sequence[Pooled]) -> float:
 
 
 def pool_all(metrics: dict[str, list[Any]]) -> None:
-    """
-    Pools each metric whose values are all [`Pooled`], in place, and removes it if it has no values: TRL (1.16) would log `None`. TRL logs
-    the mean over batches of the other metrics.
-    """
+    """Pools each metric whose values are all [`Pooled`], in place, and removes it if it has no values: TRL (1.16) would log `None`. TRL
+    logs the mean over batches of the other metrics."""
     for name, values in list(metrics.items()):
         if values and all(isinstance(value, Pooled) for value in values):
             metrics[name] = [pool(values)]
@@ -156,10 +156,8 @@ def drop_batch_means(metrics: dict[str, list[Any]], *prefixes: str) -> None:
 
 
 def weighted(name: str, value: float, count: float) -> Pooled:
-    """
-    A metric that TRL computed over `count` samples or tokens of all processes. Names that end in `min` or `max` are pooled as such, others
-    as means.
-    """
+    """A metric that TRL computed over `count` samples or tokens of all processes. Names that end in `min` or `max` are pooled as such,
+    others as means."""
     statistic = lowest if name.endswith("min") else highest if name.endswith("max") else mean
     return value if isinstance(value, Pooled) else Pooled(statistic, Moments.alike(value, count))
 
@@ -235,7 +233,7 @@ class Logs:
 
     @contextlib.contextmanager
     def counting(self, dataloader: Any, generations: int) -> Iterator[_Evaluation]:
-        """Context of an evaluation, in which it is known which rows are padding."""
+        """Context of an evaluation with so many `generations` a prompt, in which it is known which rows are padding."""
         dataset = dataloader.dataset
         shard = dataset if isinstance(dataset, IterableDatasetShard) else None
         rows = None
@@ -260,14 +258,14 @@ class Logs:
             evaluation.seen += rows
 
     def end_batch(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss of an evaluation batch over processes, and adds it to the evaluation's."""
+        """Returns the mean loss of an evaluation batch over processes, and adds it to the evaluation's. A collective call."""
         loss = self.accelerator.reduce(loss, reduction="mean")
         if self._evaluation is not None:
             self._evaluation.losses.append(Pooled(mean, Moments.alike(loss.item(), self.loss_count)))
         return loss
 
     def real_rows(self, local_rows: int) -> int:
-        """Number of rows of a batch, over all processes, that are no padding. These come first."""
+        """Number of rows of a batch, over all processes, that are no padding. These come first, in the order of the processes."""
         rows = local_rows * self.accelerator.num_processes
         return rows if self._evaluation is None or self._evaluation.real is None else self._evaluation.real
 
@@ -278,7 +276,8 @@ class Logs:
         return rows < self.real_rows(local_rows)
 
     def mean_of_real(self, loss: torch.Tensor, rows: int) -> torch.Tensor:
-        """Turns a loss that is a mean over `rows` of this process into a mean over those that are no padding."""
+        """Scales a loss, a mean over `rows` of this process, so that its mean over processes is that over rows that are no padding, whose
+        number `loss_count` becomes. In training there is no padding."""
         self.loss_count = self.real_rows(rows)
         if self._model.training or not self.loss_count:  # padding rows add 0, and do not count
             return loss
@@ -377,7 +376,7 @@ class Logs:
         self.metrics["bad_fraction"].append(ShareUnder(rewards, threshold))
 
     def record_pending(self, values: dict[str, list[float]], rows: float) -> None:
-        """Records and clears what reward functions logged for a batch of this process, of which `rows` count."""
+        """Records and clears what reward functions logged for a batch of this process, of which `rows` count. A collective call."""
         for name in sorted(set(gather_object(list(values)))):  # sorted, so that all processes gather the same one
             average = torch.tensor(values.get(name, []), dtype=torch.float32).nanmean().item()
             self.record_moments({name: mean}, self.gathered(Moments.alike(average, rows)))
@@ -395,10 +394,8 @@ class Logs:
     def weighing(
         self, count: float, samples: float = 0.0, of_samples: tuple[str, ...] = ()
     ) -> contextlib.AbstractContextManager[dict[str, list]]:
-        """
-        Context in which TRL's new metrics go to a separate table, which it yields. On exit they join the others as [`Pooled`] metrics of
-        `count` samples or tokens of all processes, or of `samples` if their names start with one of `of_samples`.
-        """
+        """Context in which TRL's new metrics go to a separate table, which it yields. On exit they join the others as [`Pooled`] metrics of
+        `count` samples or tokens of all processes, or of `samples` if their names start with one of `of_samples`."""
 
         def joined(name: str, value: Any) -> tuple[str, Any]:
             return name, weighted(name, value, samples if name.startswith(of_samples) else count)
@@ -408,12 +405,14 @@ class Logs:
     # vLLM
 
     def compare_engine(self, samples: Any, log_p: torch.Tensor, prefix: str = "") -> None:
-        """[`engine_gap`] of a [`~trl_repulse.engine.units.CompletionSet`], if an engine drew it; `log_p` `(U, n, T)` are the model's."""
+        """[`engine_gap`] of a [`~trl_repulse.engine.units.CompletionSet`], if an engine drew it; `log_p` `(U, n, T)` are the model's. A
+        collective call."""
         if samples.engine_log_p is not None:
             self.engine_gap((samples.engine_log_p - log_p).abs()[samples.mask == 1], prefix)
 
     def engine_gap(self, gap: torch.Tensor, prefix: str = "") -> None:
-        """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns if they are large."""
+        """Records distances (nats) from the engine's log-probabilities, one for each token and NaN without one; warns if they are large on
+        average. A collective call."""
         name = f"{prefix}sampling/sampling_logp_difference"
         moments = self.gathered(Moments.of(gap))
         self.record_moments({f"{name}/mean": mean, f"{name}/max": highest}, moments)
@@ -463,10 +462,8 @@ class Tables:
         self._transform, self._transforms, self._step = transform, transforms, step
 
     def record(self, samples: Any, is_extra: bool = False) -> None:
-        """
-        Appends samples of all processes to their table, with the columns that reward functions logged for them; with `save_negatives`, also
-        the bad ones to the negative data.
-        """
+        """Appends samples of all processes to their table, with the columns that reward functions logged for them; with `save_negatives`,
+        also the bad ones to the negative data. All processes must call it."""
         table = self.extra if is_extra else self.own
         real, pending = self._logs.real_rows(len(samples.prompts)), self._pending
         rewards = samples.completion_set.rewards.flatten()
@@ -508,7 +505,8 @@ class Tables:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def record_advantages(self, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
-        """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows."""
+        """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows, of the same
+        shape. All processes must call it."""
         if not self._args.log_completions:
             return
         accelerator = self._logs.accelerator
@@ -561,7 +559,7 @@ def _text(messages: Any) -> str:
     """A prompt or a completion as text."""
     if isinstance(messages, str):
         return messages
-    return "\n\n".join(str(each.get("content") or "") for each in messages)
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
 
 
 class Trackers:
@@ -573,7 +571,7 @@ class Trackers:
 
     def _of(self, kind: type) -> Any:
         """The Trainer's callback for a tracker."""
-        return next((each for each in self._handler.callbacks if isinstance(each, kind)), None)
+        return next((callback for callback in self._handler.callbacks if isinstance(callback, kind)), None)
 
     def _modules(self) -> Iterator[Any]:
         """The modules of trackers whose runs are open: they have `Table` and `log`."""

@@ -48,10 +48,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
-    """
-    Refuses paths and ids whose configuration or weights cannot be found, also of the reference for a KL penalty, and a policy whose
-    context has no room for completions. `models` are as they were passed, or lists of them, by the names of their arguments.
-    """
+    """Refuses paths and ids whose configuration or weights cannot be found, also of the reference for a KL penalty, and a policy whose
+    context has no room for completions. `models` are as they were passed, or lists of them, by the names of their arguments."""
     policy = models["model"]
     options = args.model_init_kwargs or {}
     loading = {"trust_remote_code": options.get("trust_remote_code", args.trust_remote_code)}
@@ -83,7 +81,8 @@ def _check(
     remedy: str = "give the path of a saved model, or its id on the Hub (for a private or gated one, log in with `hf auth login`)",
     **options: Any,
 ) -> PretrainedConfig | None:
-    """The model's configuration, if it can be loaded; `None` for an adapter."""
+    """The configuration of a model by path or id, `None` for an adapter. Raises a `ValueError`, which calls the model `what`, if it or the
+    weights of a folder cannot be found."""
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         return None
@@ -184,10 +183,10 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
     guard: Any = None  # or an error
     view = model.active() if isinstance(model, AdapterView) else contextlib.nullcontext()
     module = model.model if isinstance(model, AdapterView) else model
-    everyone = is_partitioned(module)
+    all_probe = is_partitioned(module)
     attention = base_of(module).config._attn_implementation
     with view, gathered_by_layer(module), as_trained(trainer, module):
-        if everyone or trainer.accelerator.is_main_process:
+        if all_probe or trainer.accelerator.is_main_process:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
                     guard = _probe_model(trainer, name, module, quiet, attention)
@@ -253,10 +252,8 @@ def _count(parameter: nn.Parameter) -> int:
 
 @contextlib.contextmanager
 def as_trained(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """
-    Context for passes before a model is wrapped: in the precision of training, and with an attention that its device supports. With FSDP
-    and DeepSpeed the model is on the CPU until training begins, where FlashAttention has no kernel.
-    """
+    """Context for passes before a model is wrapped: in the precision of training, and with an attention that its device supports. With FSDP
+    and DeepSpeed the model is on the CPU until training begins, where FlashAttention has no kernel."""
     base = base_of(model)
     chosen = base.config._attn_implementation
     elsewhere = next(base.parameters()).device.type != trainer.accelerator.device.type
@@ -307,12 +304,14 @@ def _why_not_shared(
     base = base_of(model)
 
     def read(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Log-probabilities (or a value model's hidden states) of texts (B, L), (B, L, V or d); there is no mask."""
         if name == VALUE_MODEL:
             return base.base_model(input_ids=ids).last_hidden_state.float()
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(dim=-1)
 
     def read_rows(prompts: torch.Tensor, mask: torch.Tensor, *completions: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities of the next token (a value model: hidden states) where rows predict completions, (R, S, V or d)."""
+        """As [`~trl_repulse.generation._probe.shares_prompts`] needs it: log-probabilities (P·n, S, V) of completions (P, n, S) after
+        prompts (P, L), or a value model's hidden states (P·n, S, d)."""
         layout = Layout(prompts.size(1), completions[0].size(2), completions[0].size(1))
         kept: list[torch.Tensor] = []
         handle = backbone_of(base).register_forward_hook(lambda _, args, output: kept.append(output.last_hidden_state))
@@ -324,8 +323,8 @@ def _why_not_shared(
             ).logits
         finally:
             handle.remove()
-        found = kept[0].float() if name == VALUE_MODEL else logits.float().log_softmax(dim=-1)
-        return found[:, -layout.width - 1 : -1]
+        predictions = kept[0].float() if name == VALUE_MODEL else logits.float().log_softmax(dim=-1)
+        return predictions[:, -layout.width - 1 : -1]
 
     if guard.score_by_length:
         return "it reads the padding before a prompt"
@@ -356,8 +355,8 @@ def _head_fits(model: nn.Module, temperature: float) -> bool:
         own = model(**inputs).logits
         expected = (own[:, :-1].float() / temperature).log_softmax(dim=-1).gather(-1, ids[:, 1:, None])[:, :, 0]
         try:
-            found = model(**inputs, labels=ids, fused_lm_head=True).log_probs
-            gap = (found - expected).square().mean().sqrt()
+            fused = model(**inputs, labels=ids, fused_lm_head=True).log_probs
+            gap = (fused - expected).square().mean().sqrt()
             # Rounding passes; NaN is reported elsewhere
             if bool(gap <= max(16 * torch.finfo(own.dtype).eps, 1e-5)) or bool(expected.isnan().any()):
                 return True
@@ -371,10 +370,8 @@ def _head_fits(model: nn.Module, temperature: float) -> bool:
 
 
 def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
-    """
-    Scores with a model's own logits where TRL's fused head is asked for: TRL (1.16) knows some of what a model may do to logits, but no
-    cap under another name (RecurrentGemma) and no head of several layers. Way out: TRL using the model's own logits there.
-    """
+    """Scores with a model's own logits where TRL's fused head is asked for: TRL (1.16) knows some of what a model may do to logits, but no
+    cap under another name (RecurrentGemma) and no head of several layers. Way out: TRL using the model's own logits there."""
     fused, own = model.forward, type(model).forward
 
     @functools.wraps(own)
@@ -398,16 +395,14 @@ def _use_own_head(model: PreTrainedModel, temperature: float) -> None:
 
 
 def _tokens(model: Any) -> torch.Tensor:
-    """A few rows of tokens, neither the first nor the last of the vocabulary, which are often no words."""
+    """Different token ids (2, 8) to check a model with; of 25 tokens or more, not the first and last ones, which are often no words."""
     size, device = vocab_size(model), next(model.parameters()).device
     return (torch.arange(16, device=device) * max(1, size // 37) + size // 3).view(2, 8) % size
 
 
 def check_noise(model: nn.Module, name: str) -> None:
-    """
-    Raises a `ValueError` if a model's passes in training mode differ although its dropout is off. The message calls the model `name`, and
-    names the settings of its configuration that can make noise.
-    """
+    """Raises a `ValueError` if a model's passes in training mode differ although its dropout is off. The message calls the model `name`,
+    and names the settings of its configuration that can make noise."""
     module = model
     if name == VALUE_MODEL:  # whose head is 0 at first
         module = base_of(model).base_model
@@ -416,8 +411,8 @@ def check_noise(model: nn.Module, name: str) -> None:
         # Not seeded, which would seed accelerators too, where a model may not be yet
         passes = [module(input_ids=ids, attention_mask=torch.ones_like(ids))[0] for _ in range(2)]
     rounding = max(4 * torch.finfo(passes[0].dtype).eps, 1e-4)  # kernels that add in any order
-    one, other = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
-    if bool((one - other).norm() <= rounding * one.norm()):
+    first_pass, second_pass = (x.float().nan_to_num().clamp(-1e4, 1e4) for x in passes)
+    if bool((first_pass - second_pass).norm() <= rounding * first_pass.norm()):
         return
     config = base_of(model).config
     parts = [config, *(part for part in vars(config).values() if isinstance(part, PretrainedConfig))]

@@ -32,7 +32,7 @@ def set_negatives_aside(output_dir: str) -> None:
     if not path.is_file() or not path.stat().st_size:
         return
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-    aside = next(each for each in numbered if not each.exists())
+    aside = next(candidate for candidate in numbered if not candidate.exists())
     path.rename(aside)
     logger.warning(
         "%s is of an earlier run and is now %s: this run writes its own. To resume the earlier run, first move it back.",
@@ -115,8 +115,8 @@ def amend_model_card(trainer: Any) -> None:
     dataset = card.data.datasets or "prompts"
     measured = {name: value for name, value in (trainer.measured or {}).items() if value is not None}
     intervals = {name: {side: measured.get(f"{name}_{side}") for side in ("low", "high")} for name in measured}
-    intervals = {name: ends for name, ends in intervals.items() if None not in ends.values()}
-    ends = {f"{name}_{side}" for name in intervals for side in ("low", "high")}
+    intervals = {name: bounds for name, bounds in intervals.items() if None not in bounds.values()}
+    bounds = {f"{name}_{side}" for name in intervals for side in ("low", "high")}
     card.data.eval_results = [
         EvalResult(
             task_type="text-generation",
@@ -128,7 +128,7 @@ def amend_model_card(trainer: Any) -> None:
             metric_args={"confidence": 0.95} | intervals[name] if name in intervals else None,
         )
         for name, value in measured.items()
-        if math.isfinite(value) and name not in ends
+        if math.isfinite(value) and name not in bounds
     ] or None
     added = _BY_PROPOSAL if getattr(args, "has_proposal", False) else ""
     if trainer.tail_report is not None:

@@ -74,6 +74,7 @@ class ResumedSampler(Sampler[int]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        """Indices of rows; before, the generator starts anew and draws the orders of the epochs that are over."""
         if self._sampler.shuffle:
             self._sampler.generator.manual_seed(self._sampler.seed)
             for _ in range(self._epoch()):
@@ -85,10 +86,8 @@ class ResumedSampler(Sampler[int]):
 
 
 def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) -> str:
-    """
-    The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`. Raises a `ValueError` if
-    there is none, or it was not written to its end.
-    """
+    """The checkpoint to resume from: the one that is named or, with `True`, the last complete one in `output_dir`. Raises a `ValueError` if
+    there is none, or it was not written to its end."""
     if not isinstance(resume_from_checkpoint, bool):
         if not Path(resume_from_checkpoint).is_dir():
             raise ValueError(
@@ -102,8 +101,8 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
                 "from an earlier one, or with `resume_from_checkpoint=True` from the last that is complete."
             )
         return str(resume_from_checkpoint)
-    found = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
-    numbered = {int(number): path for path in found if (number := path.name.split("-", 1)[1]).isdigit()}
+    folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
+    numbered = {int(number): path for path in folders if (number := path.name.split("-", 1)[1]).isdigit()}
     for _, checkpoint in sorted(numbered.items(), reverse=True):
         reason = why_incomplete(checkpoint)
         if reason is None:
@@ -166,17 +165,15 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def without_tied(load_result: Any, *models: Any) -> Any:
-    """Removes missing keys of tied weights from a load result: a checkpoint stores them under their first name only."""
+    """Removes missing keys of tied weights from a load result, in place: a checkpoint stores them under their first name only."""
     every, once = ({name for x in models for name, _ in x.named_parameters(remove_duplicate=y)} for y in (False, True))
     load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in every - once]
     return load_result
 
 
 def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
-    """
-    Removes an earlier run's training state from a checkpoint that is about to be overwritten, so that it counts as incomplete until it is
-    written again. `save_only_model=True` would leave that state there. All processes must call it.
-    """
+    """Removes an earlier run's training state from a checkpoint that is about to be overwritten, so that it counts as incomplete until it
+    is written again. `save_only_model=True` would leave that state there. All processes must call it."""
     if trainer.args.should_save:
         (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
         for pattern in (*RESUME_STATE, "position-*", REFERENCE):
@@ -186,21 +183,19 @@ def begin_checkpoint(trainer: Any, checkpoint: Path) -> None:
 
 
 def save_position(trainer: Any, checkpoint: Path) -> None:
-    """
-    Writes, to `position-RANK.json` and `.safetensors`, where this process is in its data, its buffered batches, the state of what adapts,
-    and the settings that are compared when the run is resumed. All processes must call it.
-    """
+    """Writes, to `position-RANK.json` and `.safetensors`, where this process is in its data, its buffered batches, the state of what
+    adapts, and the settings that are compared when the run is resumed. All processes must call it."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     rank = trainer.accelerator.process_index
     tensors: dict[str, torch.Tensor] = {}
-    rest: list[dict[str, Any]] | None = None
+    buffer: list[dict[str, Any]] | None = None
     generates_every = trainer.args.steps_per_generation * trainer.num_iterations
     if trainer._buffered_inputs is not None and trainer._step % generates_every:
-        rest = []
+        buffer = []
         for i, batch in enumerate(trainer._buffered_inputs):
             of_batch = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
             tensors |= {f"{i}.{name}": value.detach().cpu().clone() for name, value in of_batch.items()}
-            rest.append({name: value for name, value in batch.items() if name not in of_batch})
+            buffer.append({name: value for name, value in batch.items() if name not in of_batch})
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     negative = trainer._negative
     if negative is not None:
@@ -208,7 +203,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
     position = {
         "num_processes": trainer.accelerator.num_processes,
         "step": trainer._step,
-        "buffer": rest,
+        "buffer": buffer,
         "negatives_bytes": negatives.stat().st_size if negatives.is_file() else 0,
         "negatives_begin": _first_row(negatives),
         _NEGATIVE_TERM: None if negative is None else negative.state(),
@@ -221,7 +216,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
 
 
 def load_position(trainer: Any, checkpoint: Path) -> None:
-    """Restores what [`save_position`] wrote, and cuts off later negative data."""
+    """Restores what [`save_position`] wrote, and cuts off later negative data. All processes must call it."""
     rank = trainer.accelerator.process_index
     if not any(checkpoint.glob("position-*.json")):
         logger.warning("%s does not say where in its data the run was; it goes on as TRL does.", checkpoint)
@@ -309,15 +304,13 @@ def _adapter_settings(module: Any) -> dict[str, Any] | None:
         config = module.peft_config[module.active_adapter]
     else:
         return None
-    rest = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_ADAPTER_FIELDS}
-    return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in rest.items()}
+    fields = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_ADAPTER_FIELDS}
+    return {name: sorted(value, key=str) if isinstance(value, set | list) else value for name, value in fields.items()}
 
 
 def check_settings(trainer: Any, checkpoint: Path) -> None:
-    """
-    Compares settings with those of the run that wrote a checkpoint, before anything is loaded, and warns of changes. Raises a `ValueError`
-    if the run cannot be resumed with them.
-    """
+    """Compares settings with those of the run that wrote a checkpoint, before anything is loaded, and warns of changes. Raises a
+    `ValueError` if the run cannot be resumed with them."""
     path = checkpoint / "position-0.json"
     if not path.is_file():
         return
@@ -334,13 +327,13 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
     for name in _ADAPTERS:  # fields that differ, and that both versions of PEFT have
         if now[name] is not None and before[name] is not None:
             keys = sorted(key for key in now[name] if key in before[name] and now[name][key] != before[name][key])
-            before[name], now[name] = ({key: one[name][key] for key in keys} for one in (before, now))
-    drawn = position["prompt"]
-    if drawn is not None:
-        text = _rendered(trainer, drawn["messages"])["text"]
-        if text != drawn["text"]:
+            before[name], now[name] = ({key: settings[name][key] for key in keys} for settings in (before, now))
+    recorded = position["prompt"]
+    if recorded is not None:
+        text = _rendered(trainer, recorded["messages"])["text"]
+        if text != recorded["text"]:
             raise ValueError(
-                f"Prompts differ from those of the run that wrote {checkpoint}: {changed_prompt(text, drawn['text'])}, or "
+                f"Prompts differ from those of the run that wrote {checkpoint}: {changed_prompt(text, recorded['text'])}, or "
                 f"{new_run}."
             )
         if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):

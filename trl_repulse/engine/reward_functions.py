@@ -69,7 +69,7 @@ def _check_parameters(function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):  # one of C, which cannot be asked
         return
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     missing = [name for name in ALWAYS_PASSED if name not in parameters]
     if missing:
@@ -81,10 +81,8 @@ def _check_parameters(function: Callable[..., Any]) -> None:
 
 
 def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: bool) -> None:
-    """
-    Refuses reward models that share layers or trained weights with a model, called by its `label`; a path or `None` shares nothing. It
-    may be `trained` itself, or by an adapter yet to be made.
-    """
+    """Refuses reward models that share layers or trained weights with a model, called by its `label`; a path or `None` shares nothing. It
+    may be `trained` itself, or by an adapter yet to be made."""
     if not isinstance(model, nn.Module):
         return
     for i, reward in enumerate(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]):
@@ -96,7 +94,7 @@ def check_separate_rewards(reward_funcs: Any, model: Any, label: str, trained: b
 def all_with_checks(functions: list[Any], names: list[str]) -> list[Any]:
     """Reward functions as [`with_checks`] makes them, by their names in the metrics; models are left as they are."""
     named = zip(functions, names, strict=True)
-    return [each if isinstance(each, nn.Module) else with_checks(each, name) for each, name in named]
+    return [function if isinstance(function, nn.Module) else with_checks(function, name) for function, name in named]
 
 
 def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -130,8 +128,8 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _copied(value: Any) -> Any:
     """A copy of nested lists and dictionaries; other values are not copied."""
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

@@ -32,10 +32,8 @@ _WORTH = 0.9
 
 
 def longest_row(config: PreTrainedConfig) -> float:
-    """
-    The largest number of tokens in a row, from a model's position embeddings and attention windows; infinite without a limit. Windows do
-    not count if the configuration names the kinds of its layers, since masks take care of them.
-    """
+    """The most tokens of a row with several completions, from the position embeddings and attention windows in a text model's
+    configuration; infinite without a limit. Windows do not count if it names the kinds of its layers: masks take care of them."""
     limits = [getattr(config, "max_position_embeddings", None)]
     if not hasattr(config, "layer_types"):
         limits += [value for name, value in vars(config).items() if "window" in name]
@@ -80,15 +78,15 @@ class Layout:
         return completions / self.count * tokens * (6 * hidden_size + tokens)
 
     def rows(self, prompts: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
-        """Rows (R, S) of tokens or masks from prompts (C, L) and completions (C, n, T), unit by unit. With `count=1`,
-        prompts may have shape (C·n, L)."""
+        """Rows (R, S) of tokens or masks, S = L + k·T and R = U·n / k, from prompts (U, L) and completions (U, n, T), unit by unit. With
+        `count=1`, prompts may have shape (U·n, L)."""
         parts = completions.reshape(-1, self.count * self.width)
         return torch.cat([prompts.repeat_interleave(len(parts) // len(prompts), 0), parts], dim=1)
 
     def positions(self, attention_mask: torch.Tensor) -> torch.Tensor:
         """Position of each token (R, S) from its mask: each completion continues from the prompt."""
-        prompt, rest = attention_mask.long().split([self.prompt, self.count * self.width], dim=1)
-        within = rest.view(-1, self.count, self.width).cumsum(dim=2).view_as(rest)
+        prompt, completions = attention_mask.long().split([self.prompt, self.count * self.width], dim=1)
+        within = completions.view(-1, self.count, self.width).cumsum(dim=2).view_as(completions)
         positions = torch.cat([prompt.cumsum(dim=1), prompt.sum(dim=1, keepdim=True) + within], dim=1)
         return (positions - 1).clamp(min=0)
 
@@ -113,10 +111,10 @@ class Layout:
         alone = attention_mask[:, :end].clone()
         alone[:, self.prompt :] = 1  # padding of each completion is masked below
         blank = torch.empty((len(alone), end, 0), dtype=dtype, device=alone.device)
-        found = _trl.create_masks_for_generate(config, blank, alone, None)
-        if isinstance(found, dict):
-            return {kind: self._spread(mask, attention_mask) for kind, mask in found.items()}
-        return self._spread(found, attention_mask)
+        of_one = _trl.create_masks_for_generate(config, blank, alone, None)
+        if isinstance(of_one, dict):
+            return {kind: self._spread(mask, attention_mask) for kind, mask in of_one.items()}
+        return self._spread(of_one, attention_mask)
 
     def _spread(self, mask: torch.Tensor | None, attention_mask: torch.Tensor) -> torch.Tensor:
         """Extends the mask of rows with one completion (R, 1, L + T, L + T), `None` if causal, to rows with k completions."""
@@ -251,6 +249,7 @@ def prepare_scoring(model: PreTrainedModel, cast_lm_head_to_fp32: bool = False) 
         return args, kwargs
 
     def before_backbone(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gives the mask in which completions of a row do not see each other."""
         layout = now["layout"]
         if layout is None or layout.count == 1:
             return args, kwargs
@@ -319,15 +318,14 @@ def token_log_probs(
             layout=layout,
             **extra,
         )
-    other = None if sampler is None else extra["by_sampler"].log_p
-    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, other)
+    by_sampler = None if sampler is None else extra["by_sampler"].log_p
+    return Scores(outputs.log_probs, outputs.entropy, outputs.aux_loss, by_sampler)
 
 
 def score_needed(score: Callable[..., Parts], needed: torch.Tensor, *rows: torch.Tensor) -> Parts:
-    """
-    Scores only the rows with `needed` (R,), and returns tensors of R rows, 0 for the others. `score` takes tensors of rows and returns
-    tensors with as many rows. The first row is always scored: processes that share weights must all make the pass.
-    """
+    """Scores only the rows with `needed` (R,), and returns tensors of R rows, 0 for the others. `score` takes tensors of rows and returns
+    tensors with as many rows, means over rows, or `None`, which are passed on. The first row is always scored: processes that share weights
+    must all make the pass."""
     needed = needed.clone()
     needed[0] = True
     return tuple(
@@ -424,12 +422,14 @@ class CompletionSets:
         width = max(length for _, length in shapes)
 
         def joined(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+            """Tensors (U, n, T) of sets as one, (U, C, T of the longest), filled up with a value."""
             return torch.cat([F.pad(part, (0, width - part.size(2)), value=value) for part in parts], dim=1)
 
         ids = joined([x.ids for x in sets.values()], pad_token_id)
         mask = joined([x.read for x in sets.values()], 0)
 
         def of_all(masks: Masks) -> torch.Tensor:
+            """One mask (U, C) of the sets' masks, true for sets that have none."""
             every = [ids.new_ones((len(ids), n), dtype=torch.bool) for n, _ in shapes]
             return torch.cat([masks.get(name, part) for name, part in zip(sets, every, strict=True)], dim=1)
 
@@ -558,10 +558,8 @@ class Scoring:
     def _reader(
         self, model: nn.Module, layout: Layout, skip_unneeded: bool, sampler: Sampler | None, gradient: bool
     ) -> Callable[..., Parts]:
-        """
-        A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `skip_unneeded`, it skips completions
-        that are not needed if each has a row of its own.
-        """
+        """A function that scores what [`CompletionSets.rows`] returns, with one pass of the model. With `skip_unneeded`, it skips
+        completions that are not needed if each has a row of its own."""
         aux_loss = gradient and self._aux_loss
 
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, *by_sampler: torch.Tensor) -> Scores:
@@ -605,18 +603,16 @@ class Scoring:
         return Layout.cheapest(prompt, width, completions, self._hidden_size, self.guard.longest_row)
 
     def _layout_for(self, prompt: int, width: int, needed: torch.Tensor) -> tuple[Layout, int]:
-        """
-        Returns the cheapest layout for the completions with `needed` (U, n), and the number of slots of a unit: as many as the most that a
-        unit needs, or a few more if these fill rows. All n if prompts are not shared.
-        """
+        """Returns the cheapest layout for the completions with `needed` (U, n), and the number of slots of a unit: as many as the most that
+        a unit needs, or a few more if these fill rows. All n if prompts are not shared."""
         most = needed.size(1)
         if not self.guard.share_prompts:
             return Layout(prompt, width, 1), most
         largest, average = torch.stack([needed.sum(dim=1).max(), needed.sum(dim=1).float().mean()]).tolist()
         size, longest = self._hidden_size, self.guard.longest_row
 
-        def cost(found: tuple[Layout, int]) -> float:
-            layout, slots = found
+        def cost(candidate: tuple[Layout, int]) -> float:
+            layout, slots = candidate
             return layout.cost(slots if layout.count > 1 else average, size)  # separate rows can be left out
 
         slots = range(max(1, int(largest)), most + 1)
@@ -650,8 +646,8 @@ class Scoring:
                 room = (in_passes * (length + width) - length) // max(width, 1)
                 most = max(1, min(room, 2 * in_passes) // completions)
         if in_passes is not None and self.passes_together:
-            found = self._accelerator.gather(torch.tensor([[run, most]], device=self._accelerator.device)).tolist()
-            run, most = math.gcd(*(x for x, _ in found)), min(x for _, x in found)
+            pairs = self._accelerator.gather(torch.tensor([[run, most]], device=self._accelerator.device)).tolist()
+            run, most = math.gcd(*(x for x, _ in pairs)), min(x for _, x in pairs)
         return max(count for count in range(1, min(run, most) + 1) if run % count == 0)
 
     def in_passes(
@@ -692,10 +688,8 @@ class Scoring:
         width: int,
         size: int | None = None,
     ) -> Parts:
-        """
-        Calls `score` on completions (B, T) at the end of rows (B, L + T), laid out so that neighbours with the same prompt share a row. In
-        one pass, or in several as for micro-batches of `size`.
-        """
+        """Calls `score` on completions (B, T) at the end of rows (B, L + T), laid out so that neighbours with the same prompt share a row.
+        In one pass, or in several as for micro-batches of `size`."""
         length = input_ids.size(1) - width
         prompts = [x[:, :length] for x in (input_ids, attention_mask)]
         n = self.neighbours(prompts, width, 1, size)
@@ -704,6 +698,7 @@ class Scoring:
         rows = [layout.rows(x[::n], y) for x, y in zip(prompts, completions, strict=True)]
 
         def of_rows(ids: torch.Tensor, mask: torch.Tensor) -> Parts:
+            """`score` with the layout of these rows, whose prompts may have lost padding."""
             return score(ids, mask, replace(layout, prompt=ids.size(1) - layout.count * width))
 
         if size is None:
@@ -717,10 +712,8 @@ class Scoring:
         attention_mask: torch.Tensor,
         *more: torch.Tensor,
     ) -> Parts:
-        """
-        Calls `score` on rows (B, L + T), their mask, and further tensors of rows: in one pass, or in one for each prompt length if a model
-        reads padding.
-        """
+        """Calls `score` on rows (B, L + T), their mask, and further tensors of rows: in one pass, or in one for each prompt length if a
+        model reads padding. Raises a `ValueError` if there are several lengths then, and several processes."""
         if not self.guard.score_by_length:
             return score(input_ids, attention_mask, *more)
         if self._accelerator.num_processes > 1 and len(attention_mask.argmax(dim=1).unique()) > 1:

@@ -106,11 +106,9 @@ class SecondModel:
         self._max_grad_norm = 0.0
 
     def prepare(self, trainer: Trainer, num_training_steps: int) -> None:
-        """
-        Wraps the model as the trainer's is wrapped, with optimizer, schedule (over `num_training_steps` updates) and clipping by the
-        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew, and drops the gradient of
-        an update that failed.
-        """
+        """Wraps the model as the trainer's is wrapped, with optimizer, schedule (over `num_training_steps` updates) and clipping by the
+        trainer's arguments. A second call, as by a second `trainer.train()`, starts the schedule alone anew, and drops the gradient of an
+        update that failed."""
         args: Any = trainer.args
         for p in self.module.parameters():
             p.grad = None
@@ -175,10 +173,8 @@ class SecondModel:
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def step(self) -> float:
-        """
-        Clips the accumulated gradient by norm, updates the parameters and clears the gradient. Returns the norm before clipping, not
-        finite where `fp16=True` dropped a gradient that overflows, which it does independently of the trainer's own model.
-        """
+        """Clips the accumulated gradient by norm, updates the parameters and clears the gradient. Returns the norm before clipping, not
+        finite where `fp16=True` dropped a gradient that overflows, which it does independently of the trainer's own model."""
         if self._uses_deepspeed:
             self.engine.step()  # clips, updates and clears
             self.optimizer.step()  # does nothing, but schedulers want to have seen it
@@ -200,10 +196,8 @@ class SecondModel:
         return _fsdp.whole(norm).item()
 
     def update(self, logs: "Logs", folder: str, advance_schedule: bool = True) -> None:
-        """
-        Calls [`step`], with learning rate and gradient norm in the logs under the model's `folder`. Then advances the schedule, if
-        `advance_schedule` and the step was not skipped.
-        """
+        """Calls [`step`], with learning rate and gradient norm in the logs under the model's `folder`. Then advances the schedule, if
+        `advance_schedule` and the step was not skipped."""
         logs.value(f"{folder}/learning_rate", self.optimizer.param_groups[0]["lr"])
         logs.value(f"{folder}/grad_norm", self.step())
         if advance_schedule and not self._step_was_skipped:
@@ -221,10 +215,8 @@ class SecondModel:
             self.module.save_pretrained(directory, state_dict=state_dict)
 
     def save_state(self, directory: str | Path, write: bool = True) -> None:
-        """
-        Writes optimizer and schedule to a folder, as safetensors and JSON; DeepSpeed a checkpoint of its own, each process its part. All
-        processes must call it; those with `write` write.
-        """
+        """Writes optimizer and schedule to a folder, as safetensors and JSON; DeepSpeed a checkpoint of its own, each process its part. All
+        processes must call it; those with `write` write."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
@@ -243,14 +235,14 @@ class SecondModel:
                         scalars[f"{index}.{name}"] = value
         if not write:
             return
-        rest = {
+        contents = {
             "param_groups": groups,
             "scalars": scalars,
             "scheduler": self.scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
         save_file(tensors, directory / _TENSORS)
-        (directory / _STATE).write_text(json.dumps(rest), encoding="utf-8")
+        (directory / _STATE).write_text(json.dumps(contents), encoding="utf-8")
 
     def load_checkpoint(self, trainer: Trainer, directory: str | Path) -> None:
         """Restores what [`save_pretrained`] and [`save_state`] wrote to a folder; the trainer loads the weights."""
@@ -265,26 +257,26 @@ class SecondModel:
         directory = Path(directory)
         if not (directory / _STATE).exists():
             return
-        rest = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        contents = json.loads((directory / _STATE).read_text(encoding="utf-8"))
         if self._uses_deepspeed:
             self.engine.load_checkpoint(str(directory), load_module_strict=not is_peft_model(self.module))
         else:
             slots: dict[int | str, dict] = {}
-            for key, value in (load_file(directory / _TENSORS) | rest["scalars"]).items():
+            for key, value in (load_file(directory / _TENSORS) | contents["scalars"]).items():
                 parameter, name = key.rsplit(".", 1)  # its name with FSDP, else its number
                 *groups, name = name.split("/")
                 slot = slots.setdefault(parameter if self._uses_fsdp else int(parameter), {})
                 for group in groups:
                     slot = slot.setdefault(group, {})
                 slot[name] = value
-            state = {"state": slots, "param_groups": rest["param_groups"]}
+            state = {"state": slots, "param_groups": contents["param_groups"]}
             if self._uses_fsdp:
                 _fsdp.load_optimizer_state(self.module, self.optimizer, state)
             else:
                 self.optimizer.load_state_dict(state)
-        self.scheduler.load_state_dict(rest["scheduler"])
-        if self._scaler is not None and rest["scaler"]:
-            self._scaler.load_state_dict(rest["scaler"])
+        self.scheduler.load_state_dict(contents["scheduler"])
+        if self._scaler is not None and contents["scaler"]:
+            self._scaler.load_state_dict(contents["scaler"])
 
 
 def _flat(slots: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -407,8 +399,8 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
     dtype = next(p.dtype for key, p in matrices.items() if POLICY_ADAPTER in key.split("."))
     for key, p in weights.items():
         if config is None:
-            theirs = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
-            p.data = model.get_parameter(theirs).data.clone()
+            policy_key = ".".join(POLICY_ADAPTER if part == name else part for part in key.split("."))
+            p.data = model.get_parameter(policy_key).data.clone()
         elif key in matrices:
             p.data = p.data.to(dtype)
     disable_dropout(model)  # the new adapter's; TRL has done so with all others
@@ -451,6 +443,7 @@ class SecondAdapter(SecondModel):
         super().prepare(trainer, num_training_steps)
 
     def _build(self, trainer: Trainer) -> None:
+        """As [`SecondModel._build`], but there is no engine; with DeepSpeed the optimizer gets copies in float32 in each step."""
         if zero_stage(self._accelerator) is not None:
             self._policy_engine = trainer.model_wrapped
             with gathered(self.module):
@@ -465,6 +458,7 @@ class SecondAdapter(SecondModel):
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
+        """As [`SecondModel.backward`]; then lets the policy's engine, if it is DeepSpeed's, release layers that it has gathered."""
         super().backward(loss)
         if self._policy_engine is not None:
             end_backward(self._policy_engine)
@@ -516,7 +510,7 @@ class SecondAdapter(SecondModel):
             return super().step()
 
     def _average_gradients(self) -> None:
-        """Averages gradients over processes, in one call for each dtype."""
+        """Averages gradients over processes, which must all call it, in one call for each dtype; 0 counts for a parameter without one."""
         groups = defaultdict(list)
         for p in self.module.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -528,10 +522,8 @@ class SecondAdapter(SecondModel):
 
 
 def save_reference(trainer: Any, checkpoint: Path) -> None:
-    """
-    Writes the parameters of a reference that moves (`sync_ref_model=True`): TRL (1.16) loads a resumed run's as it began. All processes
-    must call it. With FSDP's first version, whose parameters are flat, nothing is written.
-    """
+    """Writes the parameters of a reference that moves (`sync_ref_model=True`): TRL (1.16) loads a resumed run's as it began. All processes
+    must call it. With FSDP's first version, whose parameters are flat, nothing is written."""
     if not trainer.args.sync_ref_model or _is_flat(trainer):
         return
     module = trainer.accelerator.unwrap_model(trainer.ref_model, keep_torch_compile=False)
@@ -547,10 +539,8 @@ def save_reference(trainer: Any, checkpoint: Path) -> None:
 
 
 def load_reference(trainer: Any, checkpoint: Path) -> None:
-    """
-    Loads the reference that [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or
-    that of another model.
-    """
+    """Loads the reference that [`save_reference`] wrote, in all processes. Raises a `ValueError` if the checkpoint holds no reference, or
+    that of another model."""
     if not trainer.args.sync_ref_model:
         return
     path = checkpoint / REFERENCE
@@ -736,10 +726,8 @@ def token_values(
     attention_mask: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    """
-    V(s_t), the value before each token of the completions of rows, of shape `(R·k, T)` and in float32; gradient flows to the model. Args as
-    for [`~trl_repulse.engine.scoring.token_log_probs`].
-    """
+    """V(s_t), the value before each token of the completions of rows, of shape `(R·k, T)` and in float32; gradient flows to the model. Args
+    as for [`~trl_repulse.engine.scoring.token_log_probs`]."""
     with accelerator.autocast():
         logits = model(input_ids=input_ids, attention_mask=attention_mask, layout=layout).logits  # (R·k, T + 1, 1)
     return logits[:, -layout.width - 1 : -1, 0].float()

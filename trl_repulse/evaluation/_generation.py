@@ -71,8 +71,8 @@ def hash_folder(folder: Path) -> str:
 
 def check_dtype(name: str) -> None:
     """Refuses anything but `"auto"` and floating-point types."""
-    found = getattr(torch, name, None)
-    if name != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = getattr(torch, name, None)
+    if name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"`dtype={name!r}` must be 'auto', 'float32', 'bfloat16' or 'float16'.")
 
 
@@ -95,7 +95,9 @@ def transformers_engine(
     on_drawn: Callable[[int], object] = lambda count: None,
     guard: Guard | None = None,
 ) -> Engine:
-    """Draws as [`~trl_repulse.generation.transformers_generator.draw`] does, from a seed."""
+    """An [`Engine`] that draws as [`~trl_repulse.generation.transformers_generator.draw`] does, `batch_size` completions at a time. The
+    global random state is restored. `end` are the end tokens, by default those of model and tokenizer; `on_drawn` gets the number of
+    completions of each batch; `guard` is what `probe_shared` has found out, by default here."""
     end = end_tokens(model, tokenizer) if end is None else end
     if not end:
         logger.warning_once(
@@ -114,7 +116,7 @@ def transformers_engine(
 
 
 def vllm_version() -> str:
-    """Version of vLLM, without loading it; builds for other devices are packages of other names."""
+    """Version of vLLM, without loading it; builds for other devices have other names. Raises an `ImportError` if there is none."""
     packages = packages_distributions().get("vllm")
     if not packages:
         raise ImportError(_NO_VLLM)
@@ -129,7 +131,8 @@ def hashed_seed(text: str) -> int:
 def vllm_engine(
     model: str, end: list[int], max_completion_length: int, dtype: str, revision: str | None, **kwargs: Any
 ) -> Engine:
-    """Draws with vLLM in this process, from the same distribution; each completion has its own seed."""
+    """An [`Engine`] that draws with vLLM in this process, from the same distribution; each completion has its own seed. `end` are the end
+    tokens, `kwargs` further arguments of `vllm.LLM`. Raises an `ImportError` without vLLM."""
     try:
         from vllm import LLM, SamplingParams
     except ImportError as error:
@@ -159,7 +162,7 @@ def vllm_engine(
 
 
 def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], torch.Tensor]:
-    """The reward function that TRL makes of a sequence-classification model."""
+    """The reward function that TRL makes of a sequence-classification model: the first label's logit (B,) of each of B texts."""
 
     def reward(texts: list[str]) -> torch.Tensor:
         device = next(model.parameters()).device
@@ -177,7 +180,8 @@ def as_function(
     chat_template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[str, Callable[..., Any]]:
-    """Name and function of a reward as TRL takes it: a path, a classifier, or a function, asynchronous or not."""
+    """Name and function of a reward as TRL takes it: a path, a classifier, or a function, asynchronous or not. `tokenizer` is that of a
+    model, by default loaded from its path. The function checks what it returns. Raises a `ValueError` if a model cannot be used."""
     if isinstance(reward, str):
         code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         tokenizer = tokenizer or load_tokenizer(reward, "reward model", **code)
@@ -225,19 +229,20 @@ def evaluate_rewards(
     batch_size: int,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> dict[str, list[float | None]]:
-    """One reward a completion from each function, or `None`. Asynchronous functions run in `loop`."""
+    """One reward a completion from each function, or `None`. If prompts are messages, completions become messages too. `columns` are the
+    data set's others, one value a completion. Asynchronous functions run in `loop`, by default [`event_loop`]."""
     rewards: dict[str, list[float | None]] = {name: [] for name in functions}
-    more = {key: values for key, values in columns.items() if key != "completion"}  # as TRL (1.16) does
+    arguments = {key: values for key, values in columns.items() if key != "completion"}  # as TRL (1.16) does
     if completion_ids is not None:
-        more["completion_ids"] = completion_ids
+        arguments["completion_ids"] = completion_ids
     for start in range(0, len(prompts), batch_size):
-        chosen = slice(start, start + batch_size)
-        texts: list[Any] = completions[chosen]
+        batch = slice(start, start + batch_size)
+        texts: list[Any] = completions[batch]
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         for name, function in functions.items():
             given = function(
-                prompts=prompts[chosen], completions=texts, **{key: values[chosen] for key, values in more.items()}
+                prompts=prompts[batch], completions=texts, **{key: values[batch] for key, values in arguments.items()}
             )
             if is_async_callable(function):
                 given = asyncio.run_coroutine_threadsafe(given, loop or event_loop()).result()

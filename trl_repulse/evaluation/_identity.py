@@ -40,11 +40,11 @@ _PLAIN = bool | int | float | complex | str | bytes | None
 def identify_model(model: Any, name: str | None = None) -> dict[str, Any]:
     """Name, revision and a hash of the weights of a model; for an adapter also the name of its base."""
     config = model.config
-    found = config._name_or_path
-    identity = {"name": name or found, "revision": getattr(config, "_commit_hash", None)}
+    path = config._name_or_path
+    identity = {"name": name or path, "revision": getattr(config, "_commit_hash", None)}
     identity |= {"dtype": str(model.dtype).removeprefix("torch."), "weights": hash_model(model)}
     if is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
-        identity |= {"base": found, "revision": None}  # the configuration belongs to the base
+        identity |= {"base": path, "revision": None}  # the configuration belongs to the base
     return identity
 
 
@@ -106,7 +106,7 @@ def warn_of_names(place: Path, rewards: dict[str, dict[str, Any]]) -> None:
 
 def _describe(value: Any, outermost: bool = False) -> Any:
     """A value as JSON. An `outermost` object counts with the arguments that it was made with. Of what it holds, functions, models and
-    rewards count too, and other objects by their type alone."""
+    rewards count too, and other objects by their type alone. Raises `TypeError` or `OSError` for code without a source."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, list | tuple):

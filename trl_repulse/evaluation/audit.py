@@ -57,10 +57,10 @@ class Audit:
 
     def notes(self) -> list[str]:
         """Lines with the verdict."""
-        of = self.estimates["P(truly bad)"]
+        p_bad = self.estimates["P(truly bad)"]
         lines = ["Labels: the interval of P(truly bad) covers the errors of the judge too."]
         if self.reasons:
-            lines = [f"Labels: bounds only. P(truly bad) is between {plain(of.low)} and {plain(of.high)}."]
+            lines = [f"Labels: bounds only. P(truly bad) is between {plain(p_bad.low)} and {plain(p_bad.high)}."]
         lines += [f"  why   {reason}" for reason in self.reasons]
         if self.unlabelled:
             lines.append(f"{self.unlabelled} rows have no label; the intervals hold if these were left out at random.")
@@ -85,13 +85,13 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     strata = scored.strata(labels.threshold, labels.near_up_to)
     shares = [float((strata == number).mean()) for number in (0, 1)]
     shares.append(1 - sum(shares))
-    first = share_draws(strata, np.random.default_rng(0))
+    pi_draws = share_draws(strata, np.random.default_rng(0))
     counts = list(zip(labels.truly_bad, labels.labelled, strict=True))
-    estimates, unseen = meld(shares, first, counts, confidence)
+    estimates, unseen = meld(shares, pi_draws, counts, confidence)
     eta = f"r < {labels.threshold:g}"
     names = ("P(truly bad)", f"P({eta}, truly bad)", f"sensitivity of {eta}", f"specificity of {eta}")
     total = sum(labels.labelled)
-    found = {name: Estimate(*ends, total) for name, ends in zip(names, estimates, strict=True)}
+    by_name = {name: Estimate(*ends, total) for name, ends in zip(names, estimates, strict=True)}
     reasons = []
     if not sum(labels.truly_bad):
         reasons.append(
@@ -105,7 +105,7 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
         )
     columns = zip(STRATA, shares, labels.labelled, labels.truly_bad, strict=True)
     table = {name: {"share": share, "labelled": m, "truly_bad": k} for name, share, m, k in columns}
-    return Audit(labels.threshold, found, table, tuple(reasons), labels.unlabelled)
+    return Audit(labels.threshold, by_name, table, tuple(reasons), labels.unlabelled)
 
 
 def share_draws(strata: np.ndarray, rng: np.random.Generator) -> list[ConfidenceDraws]:
@@ -137,6 +137,7 @@ def meld(
     theta_draws = [binomial_draws(k, m, rng) for k, m in counts]
 
     def ends(of_low: Any, of_high: Any) -> tuple[float, float]:
+        """Ends of an interval, from draws (D,) of a quantity's lower and upper confidence distributions."""
         return float(np.quantile(of_low, miss)), float(np.quantile(of_high, 1 - miss))
 
     def parts(theta: list[np.ndarray], upper_pi: bool, others_often_bad: bool) -> tuple[np.ndarray, ...]:
@@ -146,9 +147,9 @@ def meld(
         p = first[0][upper_pi]
         near = np.where((theta[1] > theta[2]) == others_often_bad, first[1][1], first[1][0])
         near = np.minimum(near, 1 - p)
-        rest = 1 - p - near
-        inside, truly = p * theta[0], near * theta[1] + rest * theta[2]
-        return inside, p - inside, truly, near + rest - truly
+        ordinary = 1 - p - near
+        inside, truly = p * theta[0], near * theta[1] + ordinary * theta[2]
+        return inside, p - inside, truly, near + ordinary - truly
 
     def total(upper: bool) -> np.ndarray:
         """Lower or upper distribution of P(truly bad), (D,). θ are taken at that end; π_bad too where θ_bad > θ_ordinary, as P(truly bad)
@@ -179,16 +180,16 @@ def meld(
         (inside / truly if truly else math.nan, *ends(sensitivity(False), sensitivity(True))),
         (right, *ends(specificity(False), specificity(True))),
     ]
-    above = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]
+    highest_pi = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]  # π_ordinary is not drawn
     unseen = [
         0.0 if k else float(np.quantile(p * t[1], 1 - miss))
-        for p, t, (k, _) in zip(above, theta_draws, counts, strict=True)
+        for p, t, (k, _) in zip(highest_pi, theta_draws, counts, strict=True)
     ]
     return triples, unseen
 
 
 def binomial_draws(k: int, m: int, rng: np.random.Generator) -> ConfidenceDraws:
-    """Draws from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are
+    """Draws (D,) from the lower and the upper confidence distribution of a proportion, after k of m. Their quantiles are
     the ends of Clopper and Pearson's interval (1934)."""
     low = rng.beta(k, m - k + 1, DRAWS) if k > 0 else np.zeros(DRAWS)
     return low, rng.beta(k + 1, m - k, DRAWS) if m > k else np.ones(DRAWS)
@@ -229,7 +230,7 @@ def known_errors(
     rates = [binomial_draws(k, m, rng) for k, m in (sensitivity, specificity)]
     value = float((strata == 0).mean())
     ends = []
-    for end in (0, 1):
+    for end in (0, 1):  # the estimate falls with Se, whose other end is taken, and rises with π and (if Se > π) Sp
         margin = rates[0][1 - end] + rates[1][end] - 1
         corrected = np.divide(p[end] + rates[1][end] - 1, margin, out=np.full(DRAWS, float(end)), where=margin > 0)
         ends.append(float(np.quantile(np.clip(corrected, 0, 1), 1 - miss if end else miss)))

@@ -125,11 +125,11 @@ def draw_labels(path: Path, scored: Scored, threshold: float, size: int, seed: i
     if path.exists():
         raise ValueError(f"`{path}` exists, and may hold labels; name another file, or leave out `--draw` to read it.")
     near_up_to, chosen = choose(scored, threshold, size, seed)
-    found: dict[tuple[int, str, str], list[int]] = {}
+    copies: dict[tuple[int, str, str], list[int]] = {}
     for stratum, indices in enumerate(chosen):
         for index in map(int, indices):
-            found.setdefault((stratum, scored.prompts[index], scored.completions[index]), []).append(index)
-    rows = [(indices[0], len(indices)) for indices in found.values()]
+            copies.setdefault((stratum, scored.prompts[index], scored.completions[index]), []).append(index)
+    rows = [(indices[0], len(indices)) for indices in copies.values()]
     design = (scored.identity, scored.column, f"{threshold:.15g}", f"{near_up_to:.6g}")
     with path.open("w", encoding="utf-8-sig", newline="") as file:  # the mark tells spreadsheets that it is UTF-8
         writer = csv.writer(file)
@@ -188,7 +188,7 @@ def read_labels(path: Path, scored: Scored) -> Labels:
     strata, identity = np.empty(0), scored.identity
     labelled, truly_bad, unlabelled = [0, 0, 0], [0, 0, 0], 0
     places: set[int] = set()
-    seen: dict[tuple[str, str], bool] = {}
+    label_of: dict[tuple[str, str], bool] = {}
     for row in _read_rows(path):
         where = f"Row {row['row']} of `{path}`"
         if (row["samples"], row["column"]) != (identity, scored.column):
@@ -202,9 +202,9 @@ def read_labels(path: Path, scored: Scored) -> Labels:
         if design != edges:
             raise ValueError(f"{where} has another `threshold` than the rows above; read one file at a time.")
         texts = _text(row["prompt"]), _text(row["completion"])
-        of_index = index < len(scored.prompts) and (_lines(scored.prompts[index]), _lines(scored.completions[index]))
+        stored = index < len(scored.prompts) and (_lines(scored.prompts[index]), _lines(scored.completions[index]))
         fields = (index, times, identity, scored.column, f"{edges[0]:.15g}", f"{edges[1]:.6g}")
-        if texts != of_index or row["check"] != _check(*fields):
+        if texts != stored or row["check"] != _check(*fields):
             raise ValueError(f"{where} was changed; restore it, and write into the column `label` alone.")
         if index in places:
             raise ValueError(f"{where} is there twice; delete one.")
@@ -213,7 +213,7 @@ def read_labels(path: Path, scored: Scored) -> Labels:
             unlabelled += 1
             continue
         label = LABELS[row["label"]]
-        if seen.setdefault(texts, label) != label:
+        if label_of.setdefault(texts, label) != label:
             raise ValueError(f"{where} contradicts the `label` of the same completion above; make them equal.")
         labelled[strata[index]] += times
         truly_bad[strata[index]] += times * label
@@ -232,16 +232,17 @@ def _safe(text: str) -> str:
 
 
 def _text(cell: str) -> str:
+    """The text of a cell that [`_safe`] wrote, with the line ends of [`_lines`]."""
     return _lines(cell.removeprefix("'"))
 
 
 def _lines(text: str) -> str:
-    """With one kind of line ends, which spreadsheets change."""
+    """A text with line feeds as its only line ends: spreadsheets change these."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _numbers(where: str, row: dict[str, str]) -> tuple[int, int, tuple[float, float]]:
-    """Index and times of a row, and the two scores that end its strata."""
+    """`index` and `times` of a row, and its `threshold` and `near_up_to`. Raises `ValueError` if one is no number."""
     try:
         return int(row["index"]), int(row["times"]), (float(row["threshold"]), float(row["near_up_to"]))
     except (TypeError, ValueError):

@@ -109,27 +109,27 @@ class TailReportCallback(TrainerCallback):
             self._report(state.global_step, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        is_other = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
-        if is_other and self.history and self.history[-1]["update"] == state.global_step:
+        best_was_loaded = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
+        if best_was_loaded and self.history and self.history[-1]["update"] == state.global_step:
             self.history.pop()  # of the model before the best one was loaded
-        if is_other or state.global_step % self.every:
+        if best_was_loaded or state.global_step % self.every:
             self._report(state.global_step, control)
 
     def _report(self, update: int, control: TrainerControl) -> None:
-        """Samples, estimates and logs; an update whose samples lack rewards gets no report."""
+        """Samples, estimates and logs; an update whose samples lack rewards gets no report. All processes must call it."""
         rewards = self._draw_rewards()
-        lost = int(np.isnan(rewards).sum())
-        if lost:  # do not end a run for its report
+        num_missing = int(np.isnan(rewards).sum())
+        if num_missing:  # do not end a run for its report
             logger.warning(
                 "No tail report at update %d: %d of %d held-out completions got no reward, and it needs one for each.",
-                *(update, lost, rewards.size),
+                *(update, num_missing, rewards.size),
             )
             return
-        found = estimates(rewards, self.thresholds, self.levels)
-        self.history.append({"update": update, "report": found})
+        by_quantity = estimates(rewards, self.thresholds, self.levels)
+        self.history.append({"update": update, "report": by_quantity})
         due = control.should_log
         # The base class: TRL's `log` would close the window over which it averages its own metrics
-        Trainer.log(self.trainer, _metrics(found, self.metric_key_prefix))
+        Trainer.log(self.trainer, _metrics(by_quantity, self.metric_key_prefix))
         control.should_log = due  # `log` marks the update's own logging as done
 
     def _draw_rewards(self) -> np.ndarray:
@@ -160,15 +160,15 @@ def draw_completions(
     total = len(dataset) * num_samples
     # As many on each process, as a sharded model generates on all of them at once; places past the end are dropped
     share = -(-total // accelerator.num_processes)
-    mine = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
-    chosen = [place % total // num_samples for place in mine]
+    places = [accelerator.process_index + i * accelerator.num_processes for i in range(share)]
+    chosen = [place % total // num_samples for place in places]
     size = trainer.args.per_device_train_batch_size
     columns = dataset[chosen]
     prompts = columns.pop("prompt")
-    wrapped, whole = trainer.model_wrapped, contextlib.nullcontext()
+    wrapped, whole_weights = trainer.model_wrapped, contextlib.nullcontext()
     if isinstance(wrapped, FullyShardedDataParallel):
-        whole = FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
-    with unwrapped_for_generation(trainer) as model, whole:
+        whole_weights = FullyShardedDataParallel.summon_full_params(wrapped, recurse=False)
+    with unwrapped_for_generation(trainer) as model, whole_weights:
         guard = replace(probe(model), repeat_cache=False)  # processes that share weights make as many passes each
         engine = transformers_engine(model, trainer.processing_class, trainer.max_completion_length, size, guard=guard)
         own_seed = np.random.SeedSequence([seed, accelerator.process_index]).generate_state(1)[0]
@@ -187,7 +187,7 @@ def draw_completions(
         rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)
     weights = trainer.reward_weights.tolist()
     rows = []
-    for place, text, values in zip(mine, texts, zip(*rewards.values(), strict=True), strict=True):
+    for place, text, values in zip(places, texts, zip(*rewards.values(), strict=True), strict=True):
         known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
         rows.append((place, (text, sum(known) if known else math.nan)))
     gathered = dict(gather_object(rows))
@@ -274,13 +274,16 @@ class BeforeAfterCallback(TrainerCallback):
         path.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows), encoding="utf-8")
 
     def _draw(self) -> list[tuple[str, float]]:
+        """A completion of each prompt with its reward, NaN without one. All processes must call it."""
         return draw_completions(self.trainer, self.dataset, self._prompt_ids, 1, self.trainer.args.seed)
 
 
 def _cells(drawn: tuple[str, float]) -> tuple[str, str]:
+    """Cells of a completion and of its reward, empty without one."""
     text, reward = drawn
     return _cell(text), "" if math.isnan(reward) else f"{reward:.3g}"
 
 
 def _cell(text: str) -> str:
+    """A text as a cell of a Markdown table."""
     return "<br>".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())

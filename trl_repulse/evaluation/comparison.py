@@ -52,9 +52,9 @@ class Comparison:
     def sentence(self) -> str:
         """Whether the two differ, and in what."""
         first, second = self.names
-        named = [(name.partition(",")[0], it) for name, it in self.differences.items()]  # without units
-        shown = [f"a {'lower' if it.value < 0 else 'higher'} {name}" for name, it in named if it.shown]
-        others = [name for name, it in named if not it.shown]
+        named = [(name.partition(",")[0], diff) for name, diff in self.differences.items()]  # without units
+        shown = [f"a {'lower' if diff.value < 0 else 'higher'} {name}" for name, diff in named if diff.shown]
+        others = [name for name, diff in named if not diff.shown]
         if not shown:
             return f"No difference between `{second}` and `{first}` is shown."
         more = f"; no difference is shown in {', '.join(others)}" if others else ""
@@ -64,9 +64,9 @@ class Comparison:
         """A table and the sentence."""
         head = ("quantity", *self.names, "difference", f"{100 * self.confidence:g} % interval")
         rows = [head, ["---"] * len(head)]
-        for name, it in self.differences.items():
-            ends = " to ".join("none" if math.isinf(end) else plain(end) for end in (it.low, it.high))
-            rows.append([name, plain(it.first), plain(it.second), plain(it.value), ends])
+        for name, diff in self.differences.items():
+            ends = " to ".join("none" if math.isinf(end) else plain(end) for end in (diff.low, diff.high))
+            rows.append([name, plain(diff.first), plain(diff.second), plain(diff.value), ends])
         return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", self.sentence])
 
 
@@ -108,37 +108,37 @@ def compare_samples(
 def _check_pair(one: SampleSet, other: SampleSet) -> None:
     """Refuses sets that cannot be paired, and the same set twice."""
     headers = []
-    for each in (one, other):
-        settings = {name: each.header["settings"].get(name) for name in _SAME}
-        prompts = {name: it for name, it in each.header["prompts"].items() if name not in ("count", "of")}
-        headers.append({"prompts": prompts, "rewards": each.header["rewards"], "settings": settings})
+    for samples in (one, other):
+        settings = {name: samples.header["settings"].get(name) for name in _SAME}
+        prompts = {name: value for name, value in samples.header["prompts"].items() if name not in ("count", "of")}
+        headers.append({"prompts": prompts, "rewards": samples.header["rewards"], "settings": settings})
         if None not in (one.header["reference"], other.header["reference"]):
-            headers[-1]["reference"] = each.header["reference"]
+            headers[-1]["reference"] = samples.header["reference"]
     name = header_difference(*headers)
     if name is not None:
         raise ValueError(
             f"`{other.folder}` and `{one.folder}` were sampled with another `{name}`; compare samples of the same prompts, rewards, "
             f"reference and length{remedy(name)}."
         )
-    rows = min(len(each.table) for each in (one, other))
-    texts = [each.table.select(["prompt", "completion"]).slice(0, rows) for each in (one, other)]
+    rows = min(len(samples.table) for samples in (one, other))
+    texts = [samples.table.select(["prompt", "completion"]).slice(0, rows) for samples in (one, other)]
     if texts[0].equals(texts[1]):
         raise ValueError(f"`{other.folder}` and `{one.folder}` hold the same completions; leave one out.")
 
 
 def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) -> dict[str, np.ndarray]:
-    """What is compared, (P, N) each, by name."""
+    """What is compared, (P, N) each, by name. The KL is 0 for samples of the model that `other` has as its reference."""
     rewards, names = samples.column(), samples.table.column_names
-    found = {f"P(r < {threshold:.15g})": is_bad(rewards, threshold) for threshold in thresholds}
+    columns = {f"P(r < {threshold:.15g})": is_bad(rewards, threshold) for threshold in thresholds}
     reference = other.header["reference"] or {}
     for column, name in MEANS.items():
         if column in names:
-            found[name] = samples.column(column)
+            columns[name] = samples.column(column)
         elif column == "kl" and reference.get("weights") == samples.header["model"]["weights"]:
-            found[name] = np.zeros_like(rewards)  # of the reference itself
+            columns[name] = np.zeros_like(rewards)  # of the reference itself
     if "ended" in names:
-        found[COMPLETED] = samples.table["ended"].to_numpy().reshape(rewards.shape)
-    return found
+        columns[COMPLETED] = samples.table["ended"].to_numpy().reshape(rewards.shape)
+    return columns
 
 
 def _compare(
@@ -147,11 +147,11 @@ def _compare(
     """Differences of `other` from `one`, of their first prompts."""
     first, second = _columns(one, other, thresholds), _columns(other, one, thresholds)
     names = [name for name in first if name in second]
-    strict = 1 - (1 - confidence) / len(names)
+    bonferroni = 1 - (1 - confidence) / len(names)
     differences = {}
     for name in names:
         a, b = first[name][:prompts], second[name][:prompts]
-        low, high = paired_interval(a, b, strict)
+        low, high = paired_interval(a, b, bonferroni)
         ends = paired_interval(a, b, confidence)
         differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
     return Comparison((str(one.folder), str(other.folder)), prompts, confidence, differences)

@@ -55,9 +55,9 @@ def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metr
     estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:
-        found = estimate(_rewards(scores))
-        ends = {f"{name}_low": found.low, f"{name}_high": found.high}
-        return {name: found.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
+        result = estimate(_rewards(scores))
+        ends = {f"{name}_low": result.low, f"{name}_high": result.high}
+        return {name: result.value} | {key: end for key, end in ends.items() if np.isfinite(end)}
 
     return compute
 
@@ -122,11 +122,11 @@ def as_trained() -> Solver:
         if not hasattr(api, "hf_chat") or tokenizer is None:
             return state
         text = api.hf_chat(state.messages, [])
-        given = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
-        (own,) = tokenize(tokenizer, [_prompt(state)])
+        inspect_ids = tokenizer(text, **api.tokenizer_call_args)["input_ids"]
+        (trained_ids,) = tokenize(tokenizer, [_prompt(state)])
         length = models.get_model().config.merge(active_generate_config()).max_tokens or api.max_tokens()
-        check_prompt_lengths([own], [_prompt(state)], api.model.config, length)
-        if list(given) != list(own):
+        check_prompt_lengths([trained_ids], [_prompt(state)], api.model.config, length)
+        if list(inspect_ids) != list(trained_ids):
             raise ValueError(
                 f"Inspect gives the model {text!r}, which is not what training gives it. For prompts of plain text pass "
                 """`-M 'chat_template="{{ messages[0].content }}"'`; if only the first token differs, pass """
@@ -181,7 +181,7 @@ _ROLES = {"user": models.ChatMessageUser, "assistant": models.ChatMessageAssista
 
 
 def _sample(number: int, row: dict[str, Any]) -> Sample:
-    """Inspect's sample of a row, whose other columns become metadata."""
+    """Inspect's sample of a row, whose other columns become metadata. Raises `ValueError` for a role that is not in [`_ROLES`]."""
     prompt = row.pop("prompt")
     if not isinstance(prompt, str):
         unknown = {each["role"] for each in prompt} - set(_ROLES)
@@ -214,12 +214,14 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
         threshold (`float`, *optional*): Reward under which an answer is bad, for P(bad) of each set with its interval.
     """
     # Attacks have several prompts of a behaviour, side by side
-    behaviours = min(len(each.prompts) for each in samples.values())
+    behaviours = min(len(sample_set.prompts) for sample_set in samples.values())
     rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     metrics: dict[str, dict[str, float]] = {}
-    for name, each in samples.items():
-        rewards = each.column().reshape(behaviours, -1)  # refuses what is not finite
-        table = each.table.drop_columns([x for x in ("prompt_ids", "completion_ids") if x in each.table.column_names])
+    for name, sample_set in samples.items():
+        rewards = sample_set.column().reshape(behaviours, -1)  # refuses what is not finite
+        table = sample_set.table.drop_columns(
+            [x for x in ("prompt_ids", "completion_ids") if x in sample_set.table.column_names]
+        )
         answers, size = table.to_pylist(), rewards.shape[1]
         for answer in answers:
             if messages := answer.pop("messages", None):
@@ -261,9 +263,9 @@ def write_answers(
             completed_samples=len(rows),
             scores=[
                 logs.EvalScore(
-                    name=name, scorer=name, metrics={key: logs.EvalMetric(name=key, value=it[key]) for key in it}
+                    name=name, scorer=name, metrics={key: logs.EvalMetric(name=key, value=own[key]) for key in own}
                 )
-                for name, it in metrics.items()
+                for name, own in metrics.items()
             ],
         ),
         samples=[_shown(number, row, model) for number, row in enumerate(rows, 1)],
@@ -291,17 +293,17 @@ def write_training_log(path: str | Path, output_dir: str | Path) -> None:
 
 def _shown(number: int, row: dict[str, dict[str, Any]], model: str) -> logs.EvalSample:
     """A row of answers as a sample of a log."""
-    worst = min(row.values(), key=lambda each: each["reward"])
+    worst = min(row.values(), key=lambda answer: answer["reward"])
     prompt = _messages(worst["prompt"])
     scores, answers = {}, []
-    for name, each in row.items():
-        text = each["completion"]
+    for name, answer in row.items():
+        text = answer["completion"]
         scores[name] = Score(
-            value=float(f"{each['reward']:.3f}"),  # the metadata has the exact reward
+            value=float(f"{answer['reward']:.3f}"),  # the metadata has the exact reward
             answer=text,
-            metadata=plain_json({key: it for key, it in each.items() if key != "completion"}),
+            metadata=plain_json({key: value for key, value in answer.items() if key != "completion"}),
         )
-        label = f"{name}, reward {each['reward']:.3g}:\n\n" if len(row) > 1 else ""
+        label = f"{name}, reward {answer['reward']:.3g}:\n\n" if len(row) > 1 else ""
         answers.append(models.ChatMessageAssistant(content=label + text))
     return logs.EvalSample(
         id=number,
@@ -330,10 +332,10 @@ def load_inspect_log(path: str | Path) -> SampleSet:
         ) from error
     if log.eval.task == _VIEWED:
         raise ValueError(f"`{path}` was written for `inspect view`; name the folder of samples that it shows.")
-    samples, epochs = sorted(log.samples or [], key=lambda each: each.epoch), log.eval.config.epochs or 1
+    samples, epochs = sorted(log.samples or [], key=lambda sample: sample.epoch), log.eval.config.epochs or 1
     rows: dict[Any, list[Any]] = {}
-    for each in samples:
-        rows.setdefault(each.id, []).append(each)
+    for sample in samples:
+        rows.setdefault(sample.id, []).append(sample)
     failed = [f"sample {each.id}, epoch {each.epoch}: {each.error.message}" for each in samples if each.error]
     if failed:
         shown = " ".join("; ".join(failed[:3]).split())
@@ -344,8 +346,8 @@ def load_inspect_log(path: str | Path) -> SampleSet:
         raise ValueError(
             f"`{path}` has the status '{log.status}' and {len(samples)} samples; finish it with `inspect eval-retry`."
         )
-    ordered = [each for row in rows.values() for each in row]
-    values = {name: [_number(each, name) for each in ordered] for name in ordered[0].scores or {}}
+    ordered = [sample for row in rows.values() for sample in row]
+    values = {name: [_number(sample, name) for sample in ordered] for name in ordered[0].scores or {}}
     rewards = {f"rewards/{name}": numbers for name, numbers in values.items() if None not in numbers}
     if not rewards:
         raise ValueError(
@@ -358,23 +360,23 @@ def load_inspect_log(path: str | Path) -> SampleSet:
             "prompt_index": pa.array(np.repeat(np.arange(len(rows)), epochs), pa.int32()),
             "sample_index": pa.array(np.tile(np.arange(epochs), len(rows)), pa.int32()),
             "prompt": [
-                each.input if isinstance(each.input, str) else "\n".join(m.text for m in each.input)
-                for each in ordered
+                sample.input if isinstance(sample.input, str) else "\n".join(m.text for m in sample.input)
+                for sample in ordered
             ],
-            "completion": [each.output.completion for each in ordered],
+            "completion": [sample.output.completion for sample in ordered],
             **rewards,
         }
     )
     evaluated = log.eval
     inputs = [row[0].input for row in rows.values()]
     # Without the random ids of messages
-    inputs = [each if isinstance(each, str) else [[part.role, part.text] for part in each] for each in inputs]
+    inputs = [prompt if isinstance(prompt, str) else [[part.role, part.text] for part in prompt] for prompt in inputs]
     drawn = log.plan.config.merge(evaluated.model_generate_config).model_dump(exclude_none=True)
     settings = {"num_samples": epochs} | {name: value for name, value in drawn.items() if name not in _ELSEWHERE}
     header = {
         "model": {"name": evaluated.model, "weights": digest([evaluated.model, evaluated.model_args])},
         "reference": None,
-        "rewards": {each.name: each.options or {} for each in evaluated.scorers or []},
+        "rewards": {scored_by.name: scored_by.options or {} for scored_by in evaluated.scorers or []},
         "prompts": {"count": len(rows), "sha256": digest(inputs)},
         "settings": plain_json(settings),
         "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},

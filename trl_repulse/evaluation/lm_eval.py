@@ -39,10 +39,10 @@ def rewarded(
     for completions, doc in zip(resps, docs, strict=True):
         columns = {name: [value] * len(completions) for name, value in doc.items()}
         named = {"reward": reward}
-        found = evaluate_rewards(named, columns.pop("prompt"), completions, None, columns, len(completions))["reward"]
-        if any(value is None or not np.isfinite(value) for value in found):
+        values = evaluate_rewards(named, columns.pop("prompt"), completions, None, columns, len(completions))["reward"]
+        if any(value is None or not np.isfinite(value) for value in values):
             raise ValueError(f"A completion of the prompt {doc['prompt']!r} has no finite reward; fix the reward.")
-        rewards.append([float(value) for value in found])
+        rewards.append([float(value) for value in values])
     return rewards
 
 
@@ -50,10 +50,11 @@ class TailTask(ConfigurableTask):
     """The task of [`tail_task`]; it refuses to evaluate prompts otherwise than they are written, and samples otherwise than in training."""
 
     def build_all_requests(self, *args: Any, apply_chat_template: bool = False, **kwargs: Any) -> None:
+        """The harness's step that makes requests. Raises `ValueError` unless prompts and model are read as in training."""
         messages = not isinstance(self.dataset["test"][0]["prompt"], str)
         if messages != bool(apply_chat_template):
-            found = "messages of a user; pass" if messages else "plain text; leave out"
-            raise ValueError(f"The prompts are {found} `apply_chat_template=True`.")
+            advice = "messages of a user; pass" if messages else "plain text; leave out"
+            raise ValueError(f"The prompts are {advice} `apply_chat_template=True`.")
         kwargs["cache_requests"] = False  # else the harness gives the requests of any task of this name
         super().build_all_requests(*args, apply_chat_template=apply_chat_template, **kwargs)
         lm = _model_of_the_harness()
@@ -86,11 +87,12 @@ class TailTask(ConfigurableTask):
         changed = [name for name in GenerationConfig().to_dict() if defaults.get(name) and name not in _KEPT]
         for request in self.instances:
             for name in changed:
-                request.args[1].setdefault(name, 1 if name.startswith("num_") else None)
+                request.args[1].setdefault(name, 1 if name.startswith("num_") else None)  # off
 
 
 def _model_of_the_harness() -> LM | None:
-    """The model that the harness evaluates. It tells no task (0.4.13), so that its frame is read."""
+    """The model that the harness evaluates. It tells no task (0.4.13), so that local variables `lm` of the callers are read; `None` if
+    there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         lm = frame.f_locals.get("lm")

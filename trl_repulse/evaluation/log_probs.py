@@ -78,7 +78,7 @@ def completion_logits(
             logits = logits_after_prompts(model, before, of_row, after)
         else:
             ids, mask = (torch.cat([x[of_row], y], dim=1) for x, y in zip(before, after, strict=True))
-            width = after[0].size(1)
+            width = after[0].size(1)  # T; the logits of a token are at the place before it
             logits = padded_outputs(model, ids, mask, logits_to_keep=width + 1, use_cache=False).logits[:, :-1]
     return logits, after[0], after[1].bool()
 

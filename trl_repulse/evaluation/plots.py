@@ -44,10 +44,10 @@ def plot_training(logs: Sequence[dict[str, Any]], path: str | Path, panels: Sequ
     panels = [*panels, *logged_panels(logs)]
     if not panels:
         raise ValueError("There is nothing to draw; log at least once.")
-    figure, places = draw_panels(panels)
-    for place, (*_, series) in zip(places, panels, strict=True):
+    figure, axes = draw_panels(panels)
+    for ax, (*_, series) in zip(axes, panels, strict=True):
         if len(series) > 1:
-            place.legend(frameon=False, fontsize=9, labelcolor=INK)
+            ax.legend(frameon=False, fontsize=9, labelcolor=INK)
             break
     _save(figure, path)
 
@@ -58,16 +58,16 @@ def draw_panels(panels: Sequence[Panel]) -> tuple[Figure, list[Axes]]:
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.06)
-    places = list(figure.subplots(rows, columns, squeeze=False).flatten())
-    for place in places[len(panels) :]:
-        place.remove()
-    for place, panel in zip(places, panels, strict=False):
-        _draw_models(place, *panel)
-    return figure, places[: len(panels)]
+    axes = list(figure.subplots(rows, columns, squeeze=False).flatten())
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    for ax, panel in zip(axes, panels, strict=False):
+        _draw_models(ax, *panel)
+    return figure, axes[: len(panels)]
 
 
 def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -> list[Panel]:
-    """Panels of logged metrics: by title and unit, the names of the metric for each model."""
+    """Panels of logged metrics. `metrics` has by title and unit each model's names of the metric; those not logged are left out."""
     panels = []
     known = [entry | {"kl_per_completion": kl_per_completion(entry)} for entry in logs]
     # The hot policy's sample size says nothing: most prompts with a bad sample have one
@@ -75,8 +75,8 @@ def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -
     for (title, unit), models in metrics.items():
         series = {}
         for model, names in models.items():
-            found = [(entry["step"], entry.get(name)) for entry in known for name in names if name != left_out]
-            points = [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+            values = [(entry["step"], entry.get(name)) for entry in known for name in names if name != left_out]
+            points = [(step, value) for step, value in values if value is not None and math.isfinite(value)]
             if points:
                 series[model] = points
         if series:
@@ -108,9 +108,9 @@ def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None
     panels = figure.subplots(len(names), 2, squeeze=False)
     for (shares, changes), name in zip(panels, names, strict=True):
         models = [first.names[0], *(each.names[1] for each in comparisons)]
-        found = [each.differences[name] for each in comparisons]
-        shares.barh(models, [found[0].first, *(each.second for each in found)], color=MODELS["policy"][1], height=0.5)
-        for model, each in zip(models[1:], found, strict=True):
+        diffs = [each.differences[name] for each in comparisons]
+        shares.barh(models, [diffs[0].first, *(each.second for each in diffs)], color=MODELS["policy"][1], height=0.5)
+        for model, each in zip(models[1:], diffs, strict=True):
             changes.plot([each.low, each.high], [model, model], color=MODELS["proposal"][1], linewidth=2.0)
             changes.plot(each.value, model, "o", color=MODELS["proposal"][1], markersize=5)
         changes.axvline(0, color="#999999", linewidth=1.2, zorder=0)

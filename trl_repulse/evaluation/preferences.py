@@ -42,7 +42,7 @@ def read_rewarded(path: str | Path) -> list[RewardedCompletion]:
 
 
 def _rewarded(row: Any, where: str) -> RewardedCompletion | None:
-    """A row, `None` if it has no reward."""
+    """A row as a completion, or `None` if it has no reward. Raises `ValueError` about `where` if a field is missing or unusable."""
     if not isinstance(row, dict) or not {"prompt", "completion", "reward"} <= set(row):
         raise ValueError(f"{where} lacks `prompt`, `completion` or `reward`; each row needs all three.")
     fault = prompt_fault(row["prompt"])
@@ -127,7 +127,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def _sides(
     completions: Iterable[RewardedCompletion], threshold: float, margin: float, max_bad: int | None
 ) -> list[tuple[list[RewardedCompletion], list[RewardedCompletion]]]:
-    """For each prompt its good completions, the best first, and its bad ones, the worst first."""
+    """For each prompt its good completions, the best first, and its bad ones, the worst first. Arguments as in [`preference_rows`]."""
     if not margin >= 0:
         raise ValueError(f"`margin` is {margin}; it must be at least 0, in units of reward.")
     if max_bad is not None and max_bad < 1:

@@ -89,7 +89,7 @@ def check_folder(folder: Path) -> None:
 
 
 def open_folder(folder: Path, header: dict[str, Any], kind: str = "samples") -> bool:
-    """Begins a folder of one of the [`KINDS`] with a header, and returns whether it had been begun before with the same header."""
+    """Begins a folder of one of the [`KINDS`] with a header. Returns whether it had been begun. Raises `ValueError` if with another one."""
     header = {"format": f"trl-repulse {kind} 1", **header}
     header["hash"] = digest(header)
     check_folder(folder)
@@ -167,7 +167,7 @@ def hash_file(path: Path) -> str:
 
 
 def read_header(folder: Path, kind: str = "samples") -> dict[str, Any]:
-    """The header of samples or attacks, complete or not."""
+    """The header of samples or attacks, complete or not. Raises `ValueError` if there is none of that kind, or it was changed."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -250,7 +250,7 @@ def readable(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _finished_prompts(folder: Path, header: dict[str, Any], partial: bool) -> SampleSet:
-    """The first prompts of samples that are not complete. The header says of how many."""
+    """The prompts that are done; `of` in the header says of how many. Raises `ValueError` if there is none, or not `partial`."""
     count, size = header["prompts"]["count"], header["settings"]["num_samples"]
     paths = itertools.takewhile(Path.is_file, (shard_path(folder, number) for number in itertools.count()))
     tables = [pq.read_table(path) for path in paths]
@@ -282,11 +282,11 @@ def load_samples(folder: str | Path, partial: bool = False) -> SampleSet:
         return _finished_prompts(folder, header, partial)
     try:
         complete = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        of_header = complete["hash"] == header["hash"]
+        same_header = complete["hash"] == header["hash"]
         shards = [(folder / each["file"], each["sha256"]) for each in complete["shards"]]
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(f"`{folder / COMPLETE}` cannot be read ({error!r}); delete it, and sample again.") from error
-    if not of_header or not shards:
+    if not same_header or not shards:
         raise ValueError(f"`{folder / COMPLETE}` belongs to another header; delete it, and sample again.")
     tables = []
     for path, sha256 in shards:

@@ -52,8 +52,8 @@ class TailReport:
         """For several models, what has an interval only for these models and prompts: probabilities of 0 or 1, CVaR of hardly a sample."""
         if self.seeds == 1:
             return []
-        shares = [name for name, it in self.overall.items() if name.startswith("P(") and it.value in (0.0, 1.0)]
-        tails = [name for name, it in self.overall.items() if name.startswith("CVaR") and it.low == -math.inf]
+        shares = [name for name, est in self.overall.items() if name.startswith("P(") and est.value in (0.0, 1.0)]
+        tails = [name for name, est in self.overall.items() if name.startswith("CVaR") and est.low == -math.inf]
         return shares + [name for name in tails if math.isfinite(self.overall[name].high)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,9 +91,9 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 
 def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
-    for name, it in estimates.items():
+    for name, est in estimates.items():
         rows.append(
-            f"| {with_unit(name)} | {plain(it.value)} | {interval_text(it.low, it.high)} | {it.samples:,.10g} samples |"
+            f"| {with_unit(name)} | {plain(est.value)} | {interval_text(est.low, est.high)} | {est.samples:,.10g} samples |"
         )
     return rows
 
@@ -179,7 +179,8 @@ def estimates(
     pooled = values.reshape(-1, samples)
 
     def over_seeds(estimate: Estimate, influence: np.ndarray) -> Estimate:
-        """The interval over seeds, and over prompts if both are enough, in place of that for these seeds and prompts."""
+        """The interval over seeds, and over prompts if both are enough, in place of that for these seeds and prompts. `influence` (S, P, N)
+        has the values whose mean the estimate is, to first order."""
         if seeds == 1:
             return estimate
         cells = influence.reshape(seeds, prompts, samples).mean(axis=2)
@@ -192,7 +193,7 @@ def estimates(
             return estimate
         return Estimate(estimate.value, *ends, estimate.samples)
 
-    found = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
+    by_quantity = {"mean": over_seeds(tails.mean(pooled, confidence), values)}
     for threshold in thresholds:
         estimate = tails.prob_below(pooled, threshold, confidence)
         if 0.0 < estimate.value < 1.0:
@@ -200,17 +201,17 @@ def estimates(
             wider = over_seeds(estimate, is_bad(values, threshold).astype(np.float64))
             low, high = min(estimate.low, max(wider.low, 0.0)), max(estimate.high, min(wider.high, 1.0))
             estimate = Estimate(estimate.value, low, high, estimate.samples)
-        found[f"P(r < {threshold:.15g})"] = estimate
+        by_quantity[f"P(r < {threshold:.15g})"] = estimate
     for level in quantiles:
-        found[f"quantile {level:.15g}"] = tails.quantile(pooled, level, confidence)
+        by_quantity[f"quantile {level:.15g}"] = tails.quantile(pooled, level, confidence)
     for level in levels:
         estimate = tails.cvar(pooled, level, confidence)
         if math.isfinite(estimate.low):
             estimate = over_seeds(estimate, tails.tail_influence(values, level))
-        found[f"CVaR {level:.15g}"] = estimate
+        by_quantity[f"CVaR {level:.15g}"] = estimate
     for name, array in (others or {}).items():
-        found[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
-    return found
+        by_quantity[f"mean {name}"] = over_seeds(tails.mean(array.reshape(-1, samples), confidence), array)
+    return by_quantity
 
 
 def check_same_settings(samples: Sequence[SampleSet]) -> None:

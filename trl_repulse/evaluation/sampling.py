@@ -340,6 +340,7 @@ def _numbers(values: torch.Tensor) -> pa.Array:
 
 
 def _load(model: Any, part: str, dtype: str, revision: str | None, device: torch.device, **code: bool) -> Any:
+    """A model that was passed, or the one of that name; `None` as it is. Raises `ValueError` about `part` if it is not causal."""
     if isinstance(model, str):
         model = load_model(AutoModelForCausalLM, model, part, dtype=dtype, revision=revision, **code).to(device)
     if model is not None:
@@ -355,7 +356,7 @@ def _functions(
     trust_remote_code: bool,
     prompt: str | list[dict[str, Any]],
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
-    """Reward functions by name, each with its description for the header. `prompt` is the first prompt."""
+    """Reward functions by name, with their descriptions for the header. `prompt` is the first. Raises `ValueError` if two have one name."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
     if not rewards or len(tokenizers) != len(rewards):

@@ -70,7 +70,7 @@ def quantile(rewards: np.ndarray, level: float, confidence: float = 0.95) -> Est
     """
     rewards = _checked(rewards, confidence)
     check_share("level", level)
-    rank = max(math.ceil(level * rewards.size - 1e-9), 1)
+    rank = max(math.ceil(level * rewards.size - 1e-9), 1)  # the product of a whole rank may be rounded up
     value = float(np.partition(rewards, rank - 1, axis=None)[rank - 1])
     low, high = map(float, quantile_test(rewards.ravel(), p=level).confidence_interval(confidence))
     return Estimate(value, -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high, rank)
@@ -112,25 +112,25 @@ def success_at(rewards: np.ndarray, threshold: float, k: int, confidence: float 
     interval is that of [`mean`] for its jackknife pseudo-values, widened below by the exact interval of one attempt; with no
     success, only successes, or fewer than 2·k attempts, it follows from that interval alone. It is for these behaviours.
     """
-    one, size = prob_below(rewards, threshold, confidence), rewards.shape[1]
+    at_one, size = prob_below(rewards, threshold, confidence), rewards.shape[1]
     if not 1 <= k <= size:
         raise ValueError(f"`k={k}` must be from 1 to {size}, the number of completions of each prompt.")
     if k == 1:
-        return one
+        return at_one
     bad = is_bad(rewards, threshold)
     count = bad.sum(axis=1, keepdims=True)
     broken = 1 - hypergeom.pmf(0, size, count, k)  # (P, 1)
     value = float(broken.mean())
-    most = 1 - (1 - one.high) ** k  # the largest share of any behaviours with that mean
+    highest = 1 - (1 - at_one.high) ** k  # the largest share of any behaviours with that mean
     low = high = math.inf
-    if 0 < one.value < 1 and size >= 2 * k:
+    if 0 < at_one.value < 1 and size >= 2 * k:
         left_out = (1 - hypergeom.pmf(0, size - 1, count - each, k) for each in (1, 0))  # a success or another attempt
         low, high = skewed_interval(size * broken - (size - 1) * np.where(bad, *left_out), confidence)
     if math.isinf(low):
-        return Estimate(value, one.low, most, one.samples)
+        return Estimate(value, at_one.low, highest, at_one.samples)
     # Behaviours that nearly always break hide their variance: the lower end is also one of rates that are all too high
-    least = float((1 - (1 - bad.mean(axis=1) * one.low / one.value) ** k).mean())
-    return Estimate(value, max(min(low, least), 0.0), min(high, 1.0), one.samples)
+    lowest = float((1 - (1 - bad.mean(axis=1) * at_one.low / at_one.value) ** k).mean())
+    return Estimate(value, max(min(low, lowest), 0.0), min(high, 1.0), at_one.samples)
 
 
 def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
@@ -252,5 +252,5 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
             components = different
         else:  # no difference between seeds or prompts
             total = seeds * prompts - 1
-            components = [(sum(part * own for part, own in [*components, (cell, freedom)]) / total, total)]
+            components = [(sum(var * df for var, df in [*components, (cell, freedom)]) / total, total)]
     return combined_interval(value, components, confidence)

@@ -71,5 +71,5 @@ class TrackingCallback(TrainerCallback):
         return "\n".join(text_table([*rows, *numbers.items()]))
 
     def panels(self) -> list[Panel]:
-        """Panels of the figure, before those of logged metrics."""
+        """Panels of the figure, before those of logged metrics; none here, for subclasses to give."""
         return []

@@ -64,12 +64,12 @@ def check_vllm() -> None:
 
 def check_adapter(config: "PeftConfig") -> None:
     """Raises `ValueError`, naming the field, for adapters that can neither be pushed as they are nor merged."""
-    found = [name for name in _NOT_MERGED if getattr(config, name, None)]
+    obstacles = [name for name in _NOT_MERGED if getattr(config, name, None)]
     if config.is_prompt_learning:
-        found.append("peft_type")
-    if found:
+        obstacles.append("peft_type")
+    if obstacles:
         raise ValueError(
-            f"vLLM cannot be given an adapter with `{found[0]}={getattr(config, found[0])!r}`, which cannot be merged either; "
+            f"vLLM cannot be given an adapter with `{obstacles[0]}={getattr(config, obstacles[0])!r}`, which cannot be merged either; "
             "train one without, or generate without vLLM (`use_vllm=False`, `TransformersGenerator`)."
         )
 
@@ -119,7 +119,7 @@ def check_tied(model: "PeftModel", adapter: str) -> None:
         return
     shared = [getattr(layer, "original_module", getattr(layer, "base_layer", layer)).weight for layer in layers]
     copies = [getattr(layer, "modules_to_save", {}) for layer in layers]
-    own = [given[adapter].weight if adapter in given else p for given, p in zip(copies, shared, strict=True)]
+    own = [modules[adapter].weight if adapter in modules else p for modules, p in zip(copies, shared, strict=True)]
     names = [name for layer in layers for name, _ in layer.named_parameters()]
     merged = any(model.prefix in name and adapter in name.split(".") for name in names)
     if shared[0] is shared[1] and (merged or own[0] is not own[1]):
@@ -147,6 +147,7 @@ def engine_options(dtype: str, adapters: Sequence["PeftConfig"] = (), prefix: st
     original = vllm_generation.LLM
 
     def build(model: str, **options: Any) -> Any:
+        """`vllm.LLM` in our precision and, where vLLM serves adapters over the model, with room for those that are pushed."""
         options["dtype"] = dtype
         if pushed and serves_adapters(model, options.get("trust_remote_code", False)):
             room = next(size for size in _RANKS if size >= max(config.r for config in pushed))
@@ -176,7 +177,7 @@ def serves_adapters(model: str, trust_remote_code: bool = False) -> bool:
 
     architectures = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).architectures or []
     known = [ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models]
-    return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(each.load_model_cls()) for each in known)
+    return hasattr(BaseLayerWithLoRA, "load_weights") and any(supports_lora(entry.load_model_cls()) for entry in known)
 
 
 def takes_adapters(engine: VLLMGeneration) -> bool:
@@ -310,17 +311,17 @@ def _peft_params(engine: VLLMGeneration, model: "PeftModel", adapter: str | None
     for name, p in model.named_parameters():
         if model.prefix in name:
             continue
-        layer, _, rest = name.partition(".modules_to_save.")
-        if rest:
-            owner, _, name = rest.partition(".")
+        layer, _, inner = name.partition(".modules_to_save.")
+        if inner:
+            owner, _, name = inner.partition(".")
             if owner != adapter:
                 continue
             name = f"{layer}.{name}"
-        layer, _, rest = name.partition(".original_module.")
-        if rest:
+        layer, _, inner = name.partition(".original_module.")
+        if inner:
             if adapter in model.get_submodule(layer).modules_to_save:
                 continue
-            name = f"{layer}.{rest}"
+            name = f"{layer}.{inner}"
         name = engine._fix_param_name_to_vllm(name.removeprefix("base_model.model.").replace(".base_layer", ""))
         # What is merged is gathered already
         with engine._dist.gather_params([p]) if adapter is None else contextlib.nullcontext():

@@ -112,6 +112,7 @@ def probe_shared(model: nn.Module, samples: bool = True, generation_config: Gene
     guard, read = probe(model, samples=samples, generation_config=config), _log_probs(model)
 
     def read_rows(ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities (B·n, S, V) of completions (B, n, S) with the mask `real` after prompts (B, L)."""
         rows = torch.arange(len(ids), device=ids.device).repeat_interleave(tokens.size(1))
         logits = logits_after_prompts(model, (ids, mask), rows, (tokens.flatten(0, 1), real.flatten(0, 1)))
         return logits.float().log_softmax(dim=-1)
@@ -128,6 +129,7 @@ def probe_values(model: nn.Module) -> Guard:
     backbone = base_of(model).base_model
 
     def states(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states (B, L, V) of tokens (B, L), without a mask or padded on the left."""
         outputs = backbone(input_ids=ids) if mask is None else padded_outputs(backbone, ids, mask)
         return outputs.last_hidden_state.float()
 
@@ -164,18 +166,20 @@ def shares_prompts(
 def reads_rows_alike(
     model: nn.Module, training: bool, read_rows: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether rows that share prompts give the same predictions as separate rows for a batch: prompts (P, L), mask,
-    completions (P, n, S), mask. `read_rows` is as in [`shares_prompts`]. `False` if a pass fails."""
+    """Whether rows that share prompts give the same predictions as separate rows for a batch: P prompts (P, L), mask, n completions of
+    each (P, n, S), and the mask of the tokens that are compared. `read_rows` is as in [`shares_prompts`]. `False` if a pass fails, but
+    for lack of memory, which is raised."""
     device = next(model.parameters()).device
     prompts, mask, completions, real = batch = tuple(x.to(device) for x in batch)
-    n, asked = completions.size(1), real.flatten(0, 1).bool()
+    n, compared = completions.size(1), real.flatten(0, 1).bool()
     rows = [x.repeat_interleave(n, 0) for x in (prompts, mask)]
     separate = *rows, *(x.flatten(0, 1).unsqueeze(1) for x in (completions, real))
 
     def alike() -> bool:
-        alone = read_rows(*separate)[asked]
-        limit = 4 * ROUNDINGS * rounding(model, lambda: read_rows(*separate)[asked], alone)
-        return distance(read_rows(*batch)[asked], alone, share=0.9) <= limit
+        """Whether nine positions in ten agree; the tolerance is wider than for a median, as in [`Passes.agree`]."""
+        alone = read_rows(*separate)[compared]
+        limit = 4 * ROUNDINGS * rounding(model, lambda: read_rows(*separate)[compared], alone)
+        return distance(read_rows(*batch)[compared], alone, share=0.9) <= limit
 
     with undisturbed(model, training):
         return holds(alike)
@@ -218,11 +222,12 @@ def _scoring_guard(passes: "Passes", model: nn.Module) -> Guard:
 
 
 def _sampling_guard(passes: "Passes", model: nn.Module, config: GenerationConfig) -> Guard:
-    """The first way in which `generate` draws from the model's distribution: with its cache, or without; with padding, or without."""
+    """The first way in which `generate` draws from the model's distribution: with its cache, or without; with padding, or without. Raises a
+    `ValueError` if there is none."""
     for use_cache in (False,) if config.use_cache is False else (True, False):
         if passes.agree(lambda cache=use_cache: passes.generated(EQUAL, config, cache)):
-            mixed = passes.agree(lambda cache=use_cache: passes.generated(PROMPTS, config, cache))
-            return Guard(sample_by_length=not mixed, use_cache=use_cache)
+            agree_padded = passes.agree(lambda cache=use_cache: passes.generated(PROMPTS, config, cache))
+            return Guard(sample_by_length=not agree_padded, use_cache=use_cache)
     raise ValueError(
         f"{describe(model)} generates from another distribution than its full passes give, even without a cache and without "
         "padding; use another model."
@@ -281,7 +286,7 @@ class Passes:
     def _forced(
         self, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor, config: GenerationConfig, use_cache: bool
     ) -> torch.Tensor:
-        """Log-probabilities (B, S, V) from which `generate` samples `tokens` (B, S) after prompts (B, W)."""
+        """Log-probabilities (B, S, V) from which `generate` samples when it is forced to draw `tokens` (B, S) after prompts (B, W)."""
         forced = _Forced(tokens)
         settings = GenerationConfig(
             max_new_tokens=_SAMPLED,
@@ -291,8 +296,8 @@ class Passes:
             cache_implementation=config.cache_implementation,
             disable_compile=True,
         )
-        with without_generation_defaults(self._model) as config:
-            config.eos_token_id = None  # nothing ends the rows
+        with without_generation_defaults(self._model) as defaults:
+            defaults.eos_token_id = None  # nothing ends the rows
             self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -310,7 +315,7 @@ class Passes:
         return read_rows(prompts, mask, completions, real), expected
 
     def repeatedly_generated(self, config: GenerationConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same completions through `generate`."""
+        """The completions of [`in_rows`] through `generate`, with the prompts repeated for each."""
         prompts, mask, completions, expected = self._completed()
         rows = (x.repeat_interleave(completions.size(1), 0) for x in (prompts, mask))
         return self._forced(*rows, completions.flatten(0, 1), config, True), expected
@@ -326,11 +331,11 @@ class Passes:
         return prompts, mask, tokens.expand(len(prompts), -1, -1), torch.cat(expected)
 
     def _one_by_one(self, ids: torch.Tensor) -> torch.Tensor:
-        """Predictions for each row on its own, without mask and positions."""
+        """Predictions (B, L, V) for each row (B, L) on its own, without mask and positions."""
         return torch.cat([self._read(row[None], None) for row in ids])
 
     def _behind_padding(self, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Prompts (left-padded if unequal), their mask, and the S tokens after each."""
+        """Prompts (B, W) of these lengths (left-padded if unequal), their mask, and the S tokens after each, (B, S)."""
         width = _WIDTH if len(set(lengths)) > 1 else lengths[0]
         ids, mask = torch.full_like(self._ids[:, :1], 5).repeat(1, width), self._ids.new_zeros(len(lengths), width)
         for row, length in enumerate(lengths):
@@ -338,10 +343,12 @@ class Passes:
         return ids, mask, self._after(self._ids, lengths)
 
     def _expected(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        """Predictions (B, S, V) of the S tokens after prompts of these lengths, from rows that were read one by one."""
         return self._after(self._alone, [length - 1 for length in lengths])
 
     @staticmethod
     def _after(rows: torch.Tensor, starts) -> torch.Tensor:
+        """The S positions from a start on of each row (B, L, ...), (B, S, ...)."""
         return torch.stack([row[start : start + _SAMPLED] for row, start in zip(rows, starts, strict=True)])
 
 
@@ -356,9 +363,11 @@ def holds(check: Callable[[], bool]) -> bool:
 
 
 def rounding(model: nn.Module, read: Callable[[], torch.Tensor], expected: torch.Tensor) -> float:
-    """How far one rounding of the embeddings, or of the predictions, moves the predictions."""
+    """How far ([`distance`]) one rounding of the embeddings moves what `read` gives from the `expected` predictions (..., V), in the
+    model's precision; at least one rounding of the predictions in float32."""
 
     def rounded(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        """Embeddings, each number moved up or down by a rounding error; the signs are a fixed pattern, so that no random state changes."""
         sign = torch.arange(output.numel(), device=output.device).view_as(output) * 7 % 11 % 2 * 2 - 1
         return output * (1 + sign * _rounding(model, output)).to(output.dtype)
 
@@ -372,7 +381,7 @@ def rounding(model: nn.Module, read: Callable[[], torch.Tensor], expected: torch
 
 
 def _rounding(model: nn.Module, values: torch.Tensor) -> float:
-    """Relative rounding error of the model's numbers."""
+    """Relative rounding error of the model's numbers, of which `values` are some."""
     if getattr(model, "is_quantized", False):
         return 2**-7  # activations may have 8 bits, scaled over a batch
     # In models of float64, parts of layers and the comparison use float32
@@ -386,7 +395,8 @@ def _rounding(model: nn.Module, values: torch.Tensor) -> float:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor, share: float = 0.5) -> float:
-    """Root mean square over the vocabulary that a share of positions stays within; infinite if only `found` has NaN."""
+    """Root mean square over the vocabulary of the differences of two tensors (..., V), which a share of the positions stays within. Where
+    only one of both has NaN, a position is infinitely far; where both have it, it counts as equal."""
     gap = found.clamp(min=-1e4) - expected.clamp(min=-1e4)  # -inf for excluded tokens
     gap = gap.masked_fill(found.isnan() & expected.isnan(), 0.0).nan_to_num(nan=math.inf)
     distances = gap.square().mean(dim=-1).sqrt()

@@ -63,8 +63,8 @@ def group_completions(
 ) -> list[list[Completion]]:
     """Groups completions, equally many a prompt and prompt by prompt, from their tokens and those of their prompts."""
     size = len(completion_ids) // max(len(prompts), 1)
-    each = [prompt for prompt in prompts for _ in range(size)]
-    texts = completion_texts(tokenizer, each, prompt_ids, completion_ids)
+    repeated = [prompt for prompt in prompts for _ in range(size)]
+    texts = completion_texts(tokenizer, repeated, prompt_ids, completion_ids)
     flat = [Completion(text, list(ids), model, version) for text, ids in zip(texts, completion_ids, strict=True)]
     return [flat[i * size : (i + 1) * size] for i in range(len(prompts))]
 
@@ -86,5 +86,6 @@ def check_one_family(models: dict[str, PreTrainedModel]) -> None:
 
 
 def _shape(model: PreTrainedModel) -> dict[str, Any]:
+    """A model's configuration, without the settings in which models that replace one another may differ."""
     config = model.config.get_text_config().to_dict()
     return {key: value for key, value in config.items() if key not in _INCIDENTAL}

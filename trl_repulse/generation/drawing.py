@@ -35,7 +35,7 @@ _FACTS: WeakKeyDictionary[Any, tuple[ReferenceType[Any], frozenset[str]]] = Weak
 
 
 def _facts(model: Any) -> tuple[Any, frozenset[str]]:
-    """A model without PEFT's wrapper, and the names of its arguments; found out once, since passes for each token ask."""
+    """A model without PEFT's wrapper, and the names of its `forward`'s arguments; found out once, since passes for each token ask."""
     if model not in _FACTS:
         base = base_of(model)
         _FACTS[model] = ref(base), frozenset(inspect.signature(type(base).forward).parameters)
@@ -44,7 +44,7 @@ def _facts(model: Any) -> tuple[Any, frozenset[str]]:
 
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: Sequence[int]) -> int:
-    """A token to pad with. It is masked, so any that the model has will do; a tokenizer may have more."""
+    """A token to pad with: the tokenizer's or an `end` token, if the model has it, else 0. It is masked: any that the model has will do."""
     known = [i for i in (tokenizer.pad_token_id, *end) if i is not None and i < vocab_size(model)]
     return known[0] if known else 0
 
@@ -149,7 +149,7 @@ class GrowingLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self._rooms: tuple[torch.Tensor, torch.Tensor] | None = None  # (B, H, tokens, D) each
-        self._seen: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None  # the keys as [`update`] left them
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -188,7 +188,7 @@ def growing_cache(model: nn.Module) -> DynamicCache:
 
 
 def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, Any]:
-    """Arguments of a model's `forward` for a cache, or for none."""
+    """Arguments of a model's `forward` for a cache, or for none, by the name that its class has for it: see [`_NAMES`]."""
     return {_NAMES["cache" not in _facts(model)[1]]: cache, "use_cache": cache is not None}
 
 
@@ -259,8 +259,8 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
 
 @contextlib.contextmanager
 def casting_once(model: nn.Module) -> Iterator[None]:
-    """Context in which autocast casts each weight once, frozen ones too, and keeps the casts as long as it lasts: it keeps those of leaves
-    that require a gradient only. Passes must not record gradients."""
+    """Context in which autocast casts each weight once, frozen ones too, and keeps the casts as long as autocast lasts. It keeps casts only
+    of leaves that require a gradient, so that frozen weights require one inside. Passes must not record gradients."""
     frozen = [p for p in model.parameters() if p.dtype == torch.float32 and p.is_leaf and not p.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
@@ -310,7 +310,7 @@ class RowSamplers(LogitsProcessor):
 
 @contextlib.contextmanager
 def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Iterator[None]:
-    """Context in which `model.generate` draws the `others` among the rows of its batches by another sampler."""
+    """Context in which `model.generate` draws the rows of its batches that `others` marks by another sampler; one mark is for all rows."""
     base = _facts(model)[0]
     generate = base.generate
 
@@ -330,6 +330,7 @@ class InverseTransform(LogitsProcessor):
         self.temperature = temperature
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """From a model's scores (B, V), scores (B, V) that are 0 at the drawn token of each row and −inf elsewhere."""
         cumulative = (scores / self.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
         drawn = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.size(-1) - 1)

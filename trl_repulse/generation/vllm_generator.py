@@ -262,14 +262,15 @@ class VLLMGenerator:
                 self._resident[id(engine)] = None
             if beside is not None:
                 name, sampler = self._other[:2]  # of this call alone
-                result, other = zip(*(_split(part, len(prompts)) for part in result), strict=True)
+                result, kept = zip(*(_split(part, len(prompts)) for part in result), strict=True)
                 self._other = None
-                self._ahead = _Ahead((name, self._served[name].version, sampler), beside, other)
+                self._ahead = _Ahead((name, self._served[name].version, sampler), beside, kept)
         self.log_probs = _of_the_drawn(*result[1:4])
         return result
 
     def _rows_of_the_other(self, prompts: list[list[int]]) -> list[list[int]] | None:
-        """The rows of the second model of [`together`], once the engine knows whose each row is; `None` if it serves none."""
+        """The prompts of the second model of [`together`], m for every n of this call; also tells the engine whose each row is. `None` if
+        there is no second model, or the engine cannot draw for both in one call."""
         if self._other is None:
             return None
         name, sampler, n, m = self._other
@@ -310,7 +311,8 @@ class VLLMGenerator:
             return group_completions(self.tokenizer, prompts, rows, drawn, model, self.version)
 
     def _adapter_request(self, name: str) -> Any:
-        """A request for the adapter as it is now; each version has an id of its own, so that nothing cached serves it."""
+        """vLLM's request for the adapter as it is now, `None` if it is merged. Each version has an id of its own, so that nothing cached
+        serves it. All processes must call it."""
         served = self._served[name]
         if not served.separate:
             return None
@@ -344,13 +346,15 @@ def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
 
 
 def _split(part: list | None, count: int) -> tuple[list | None, list | None]:
+    """The first `count` items of what an engine returned, and the others."""
     return (None, None) if part is None else (part[:count], part[count:])
 
 
 def _of_the_drawn(
     completions: list[list[int]], log_probs: list[list[list[float]]] | None, token_ids: list[list[list[int]]] | None
 ) -> list[list[float]]:
-    """Log-probabilities of the tokens that were drawn, which other likely ones may stand beside."""
+    """Log-probabilities (nats) of the tokens of each completion. Of each token the engine gives a list, with other likely ones beside it,
+    and their `token_ids`; without these the first is taken. Empty if it gives none."""
     if not log_probs:
         return []
     if not token_ids:

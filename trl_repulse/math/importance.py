@@ -79,7 +79,7 @@ def reduce_log_probs(log_p: torch.Tensor, mask: torch.Tensor, reduction: Reducti
         `torch.Tensor`: Of shape (P, N), in nats; 0 for an empty completion. Gradient flows to `log_p`.
 
     Raises:
-        `ValueError`: If `reduction` is neither of the two.
+        `ValueError`: If `reduction` is neither of the two, or a shape is not (P, N, T).
     """
     total = sequence_log_prob(log_p, mask)
     if reduction == "sum":
@@ -266,12 +266,12 @@ def engine_ratios(
 
 
 def distinct_share(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Share of a prompt's completions that are distinct, (P,), from 1/N to 1; from tokens and mask, both (P, N, T)."""
+    """Share of a prompt's completions that no earlier one equals, (P,), from 1/N to 1; from tokens and mask, both (P, N, T)."""
     require_shape("mask", mask, tuple(ids.shape))
     rows = ids.masked_fill(mask == 0, -1)
-    rows = rows.gather(-1, (mask == 0).long().argsort(dim=-1, stable=True))  # what counts, in its order
-    same = (rows[:, :, None] == rows[:, None]).all(dim=-1)  # (P, N, N)
-    return 1.0 - same.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
+    rows = rows.gather(-1, (mask == 0).long().argsort(dim=-1, stable=True))  # what counts goes first, in its order
+    are_equal = (rows[:, :, None] == rows[:, None]).all(dim=-1)  # (P, N, N)
+    return 1.0 - are_equal.tril(diagonal=-1).any(dim=-1).float().mean(dim=-1)
 
 
 _TIE = 1e-4  # difference up to which two values are a tie, since scores of one completion differ by rounding
@@ -304,13 +304,14 @@ _FARTHEST = 6.0  # spreads: the largest deviation of a reward
 
 
 def reward_scale(rewards: Sequence[float]) -> tuple[float, float]:
-    """Median of rewards, and their spread: half of the distance from the 16 % to the 84 % quantile, or the standard deviation if it is 0."""
+    """Median of finite rewards, and their spread: half of the distance from the 16 % to the 84 % quantile, which is one standard deviation
+    of a normal distribution and ignores outliers. If it is 0, the spread is the standard deviation, which is 0 for equal rewards alone."""
     low, middle, high = np.quantile(rewards, (0.16, 0.5, 0.84))
     return middle, (high - low) / 2 or float(np.std(rewards))
 
 
 def deviations_of(rewards: torch.Tensor, middle: float, spread: float) -> torch.Tensor:
-    """Deviations of rewards from the median, in spreads, of which there are at most 6."""
+    """Deviations (r − median) / spread, of the rewards' shape, limited to ±6 so that none decides alone; NaN stays. The spread is not 0."""
     return ((rewards - middle) / spread).clamp(-_FARTHEST, _FARTHEST)
 
 
@@ -323,17 +324,17 @@ class TokenEffects:
 
     @staticmethod
     def of(ids: torch.Tensor, mask: torch.Tensor, deviations: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """The sums, (2, V), of completions (B, T) with deviations (B,); NaN leaves a completion out."""
+        """What completions (B, T) with deviations (B,) add to `sums`, (2, V); a token counts once a completion; NaN leaves one out."""
         ids = ids.masked_fill((mask == 0) | deviations.isnan().unsqueeze(1), -1).sort(dim=1).values
-        first = torch.ones_like(ids, dtype=torch.bool)
-        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        row, column = torch.where(first & (ids >= 0) & (ids < vocabulary))
+        is_first = torch.ones_like(ids, dtype=torch.bool)
+        is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        row, column = torch.where(is_first & (ids >= 0) & (ids < vocabulary))
         sums = torch.zeros(2, vocabulary, device=ids.device)
         values = torch.stack([torch.ones_like(deviations), deviations]).float()[:, row]
         return sums.index_add_(1, ids[row, column], values)
 
     def biases(self) -> list[torch.Tensor]:
-        """What is added to the logits (V,), nats, to make low rewards more frequent: one tensor for each of `TILTS`."""
+        """What is added to the logits, (V,) in nats, to make low rewards more frequent: one tensor for each of `TILTS`."""
         raised = -self().float()
         return [(size * raised).clamp(max=HIGHEST) for size in TILTS]
 

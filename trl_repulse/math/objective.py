@@ -14,7 +14,7 @@ from .importance import Reduction, reduce_log_probs, require_shape, sequence_log
 
 
 def is_below(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
-    """1[r < η] as a mask: which rewards are under a threshold, in float32; false for NaN."""
+    """Mask 1[r < η], of the rewards' shape; false for NaN. The threshold is rounded to float32 like rewards: 0.7 is not under 0.7."""
     return rewards.float() < c_float(threshold).value
 
 
@@ -24,7 +24,7 @@ def exponential_transform(reward: torch.Tensor, alpha: float, beta: float) -> to
     [RePULSe](https://huggingface.co/papers/2510.21184).
 
     α is at least 0, in units of reward; β is negative, in 1 / units of reward. For β·r > 88 in float32 the exponential
-    overflows to −inf; cap or scale such rewards first. Raises `ValueError` if a parameter is out of range.
+    overflows and r' is −inf; cap or scale such rewards first. Raises `ValueError` if a parameter is out of range.
     """
     if not beta < 0:
         raise ValueError(f"`beta` must be negative so that low rewards are punished, got {beta}; try {-abs(beta)}.")
@@ -63,7 +63,7 @@ def indicator_log_potential(reward: torch.Tensor, threshold: float, eps: float =
     log φ = log(1[r < η] + ε), in nats, of the target restricted to bad outputs.
 
     ε is the potential of a good output, at least 0; with 0 its log φ is −inf. Its logarithm is computed in double precision,
-    so that it does not vanish for rewards in half precision. Raises `ValueError` if `eps` is negative.
+    so that it does not vanish for rewards in half precision. NaN stays NaN. Raises `ValueError` if `eps` is negative.
     """
     _require_non_negative("eps", eps)
     good, bad = (math.log(eps) if eps > 0 else -math.inf), math.log1p(eps)
@@ -207,7 +207,7 @@ def policy_gradient_loss(
     """
     Policy-gradient loss Σ −c·ℓ / denominator, where ℓ is the token mean or sum of a sample's log-probabilities.
 
-    With `old_log_p`, for samples reused after an update: −min(ρ·c, clip(ρ)·c) with the sequence-level ρ = p/p_old, over the
+    With `old_log_p`, for samples reused after an update: −min(ρ·c, clip(ρ)·c) with the sequence-level ρ = p/p_old, divided by the
     completion's length if `reduction` is `"mean"`. At ρ = 1 this has the same gradient, but another value.
 
     Args:
@@ -243,7 +243,9 @@ def policy_gradient_loss(
         surrogate = torch.where(
             clipped,
             ratio.clamp(1 - epsilon_low, 1 + epsilon_high),
-            log_ratio.masked_fill(clipped | (c == 0), 0.0).exp(),
+            log_ratio.masked_fill(
+                clipped | (c == 0), 0.0
+            ).exp(),  # an overflow in what is not taken would make the gradient NaN
         )
         length = (mask != 0).sum(dim=-1)
         scale = length.clamp(min=1) if reduction == "mean" else torch.ones_like(length)

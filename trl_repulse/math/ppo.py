@@ -16,6 +16,7 @@ from .importance import require_shape
 
 
 def _alone(totals: torch.Tensor) -> torch.Tensor:
+    """The sum over processes where there is one process."""
     return totals
 
 
@@ -56,11 +57,11 @@ def generalized_advantages(
     advantages = torch.zeros_like(rewards)
     running = next_value = rewards.new_zeros(rewards.size(0))  # (B,)
     for t in reversed(range(rewards.size(1))):
-        here = counts[:, t]
+        counted = counts[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(here, delta + gamma * gae_lambda * running, running)
-        next_value = torch.where(here, values[:, t], next_value)
-        advantages[:, t] = torch.where(here, running, 0.0)
+        running = torch.where(counted, delta + gamma * gae_lambda * running, running)
+        next_value = torch.where(counted, values[:, t], next_value)
+        advantages[:, t] = torch.where(counted, running, 0.0)
     return advantages, advantages + values
 
 
@@ -75,7 +76,8 @@ def whiten(
         values, mask (`torch.Tensor`):
             Values and mask, both of shape (B, T).
         reduce (`Callable`, *optional*):
-            Sums a tensor over processes. Called twice, since the (biased) variance is about the mean of all of them.
+            Sums a tensor over processes, which must all make this call; by default there is one. Called twice, since the (biased) variance
+            is about the mean of all values.
 
     Returns:
         `torch.Tensor`: Values of shape (B, T), 0 where masked, detached.
@@ -127,7 +129,7 @@ def value_loss(
     clipped = torch.zeros_like(counts)
     if clip is not None:
         clipped_errors = (old + (now - old).clamp(-clip, clip) - target).square()
-        clipped = ((now - old).abs() > clip) & (clipped_errors > errors)  # within, they differ by rounding alone
+        clipped = ((now - old).abs() > clip) & (clipped_errors > errors)  # unclipped, they differ by rounding alone
         errors = torch.maximum(errors, clipped_errors)
     if denominator is None:
         denominator = counts.sum().clamp(min=1)

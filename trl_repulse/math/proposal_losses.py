@@ -35,6 +35,7 @@ def _log_twist(
 def _mean_over_samples(
     values: torch.Tensor, mask: torch.Tensor, reduction: Reduction, denominator: float | torch.Tensor | None
 ) -> torch.Tensor:
+    """Sum over samples of values (P, N, T), reduced over the tokens of each, divided by `denominator`, by default P·N."""
     per_sample = reduce_log_probs(values, mask, reduction)  # (P, N)
     return per_sample.sum() / (per_sample.numel() if denominator is None else denominator)
 
@@ -87,26 +88,26 @@ def ctl_coefficients(
     require_shape("normalized_w", normalized_w, tuple(log_q_now.shape[:-1]))
     if parameterization not in ("token", "prefix"):
         raise ValueError(f"`parameterization` must be 'token' or 'prefix', got {parameterization!r}.")
-    running = mask != 0
+    counts = mask != 0
     now, then, p = (zero_masked(x, mask).detach() for x in (log_q_now, log_q, log_p))
     w = normalized_w.detach().unsqueeze(-1).to(now.dtype)  # (P, N, 1)
     if not second_term:
-        return w * running
+        return w * counts
     prompts, samples, tokens = now.shape
     if samples < 2:
         raise ValueError("CTL's second term needs N >= 2 completions per prompt: draw more, or drop the second term.")
-    drift = (p - then).cumsum(dim=-1)
+    drift = (p - then).cumsum(dim=-1)  # Σ_{u≤t} (log p − log q)
     if parameterization == "token":
-        before = torch.cat([torch.zeros_like(drift[..., :1]), drift[..., :-1]], dim=-1)[..., :tokens]
-        log_w_negative = before + (now - then)
+        drift_before = torch.cat([torch.zeros_like(drift[..., :1]), drift[..., :-1]], dim=-1)[..., :tokens]
+        log_w_negative = drift_before + (now - then)
     else:
-        log_w_negative = torch.where(running, (now - then).cumsum(dim=-1), drift)
+        log_w_negative = torch.where(counts, (now - then).cumsum(dim=-1), drift)
     if scored is not None:
         log_w_negative = log_w_negative.masked_fill(~scored.unsqueeze(-1), -torch.inf)
     by_position = log_w_negative.transpose(1, 2).reshape(prompts * tokens, samples)
     w_negative = normalize_weights(by_position).reshape(prompts, tokens, samples).transpose(1, 2)
     alive = (w > 0).any(dim=1, keepdim=True)  # (P, 1, 1)
-    return torch.where(running & alive, w - w_negative, 0.0)
+    return torch.where(counts & alive, w - w_negative, 0.0)
 
 
 def log_ratio_loss(
@@ -258,7 +259,7 @@ def vargrad_targets(
             other sample's estimate.
 
     Returns:
-        `torch.Tensor`: Of shape (P, N), in nats, detached; NaN for samples without a reward and for the only one with one.
+        `torch.Tensor`: Of shape (P, N), in nats, detached; NaN for samples without a reward, and for a prompt's only sample with one.
 
     Raises:
         `ValueError`: If N is 1, shapes do not fit together, or a potential is infinite: no proposal could follow it.
@@ -272,10 +273,10 @@ def vargrad_targets(
     log_weighted = (sequence_log_prob(log_p, mask) + log_potential).detach()  # (P, N), NaN without a reward
     log_w = log_weighted - sequence_log_prob(log_q_now, mask).detach()
     known = ~log_w.isnan()
-    others = known.sum(dim=1, keepdim=True) - 1
+    num_others = known.sum(dim=1, keepdim=True) - 1
     log_w = log_w.masked_fill(~known, 0.0)
-    log_z = (log_w.sum(dim=1, keepdim=True) - log_w) / others.clamp(min=1)
-    return torch.where(others > 0, log_weighted - log_z, torch.nan)
+    log_z = (log_w.sum(dim=1, keepdim=True) - log_w) / num_others.clamp(min=1)
+    return torch.where(num_others > 0, log_weighted - log_z, torch.nan)
 
 
 def vargrad_loss(

@@ -25,7 +25,7 @@ _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", 
 
 
 def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
-    """Refuses what writes into completions among a trainer's arguments, `given` by name, unless `alpha` is 0."""
+    """Raises a `ValueError` if what writes into completions is among a trainer's arguments, `given` by name, unless `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name) and (args.alpha or 0) > 0:
             raise ValueError(
@@ -35,7 +35,8 @@ def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
 
 def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -> None:
     """
-    Refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name.
+    Refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name, and
+    `factory` is its `proposal_environment_factory`.
 
     Raises:
         `ValueError`: If it would act with tools or in environments that were not allowed, or would be drawn by a user's
@@ -47,11 +48,11 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
         raise ValueError(f"`proposal_environment_factory` has no effect without {missing}; leave it out.")
     if not args.draws_twice:
         return
-    others = "The proposal" if args.has_proposal else "The policy, drawn hotter,"
+    actor = "The proposal" if args.has_proposal else "The policy, drawn hotter,"
     remedy = "Set `alpha=0`, or `proposal='policy'`, which draws nothing more"
     if given.get("rollout_func"):
         raise ValueError(
-            f"{others} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
+            f"{actor} would have to be drawn by your `rollout_func`, and nothing says which model that samples from and at which "
             f"temperature: importance weights could be wrong unnoticed. Pass `tools` or an `environment_factory` instead. {remedy}."
         )
     names = [name for name in ("tools", "environment_factory") if given.get(name)]
@@ -59,7 +60,7 @@ def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -
         return
     if not args.proposal_tools:
         raise ValueError(
-            f"{others} draws completions of its own to find the policy's worst behaviour, and would act with your `{names[0]}` as badly "
+            f"{actor} draws completions of its own to find the policy's worst behaviour, and would act with your `{names[0]}` as badly "
             "as it can. If nothing that it does there matters, say so with `proposal_tools=True`"
             f"{' and a `proposal_environment_factory`' if own is not None else ''}. {remedy}."
         )
@@ -117,12 +118,12 @@ class ProposalWorld:
             environments = []
             if trainer.environment_factories is not None:
                 names = [row["environment"] if trainer._multi_environment else None for row in rows]
-                trainer._batch_environments, taken = names, Counter[str | None]()
+                trainer._batch_environments, num_taken = names, Counter[str | None]()
                 for name in names:
-                    if taken[name] == len(self._pool[name]):
+                    if num_taken[name] == len(self._pool[name]):
                         self._pool[name].append(self._factories[name]())
-                    environments.append(self._pool[name][taken[name]])
-                    taken[name] += 1
+                    environments.append(self._pool[name][num_taken[name]])
+                    num_taken[name] += 1
             trainer.environments = environments or None
             tools = [
                 {tool.__name__: tool for tool in (*trainer._standalone_tools, *_methods(environment).values())}
@@ -132,13 +133,13 @@ class ProposalWorld:
             trainer._sync_tool_dicts = [{k: v for k, v in row.items() if not is_async(v)} for row in tools]
             trainer._async_tool_dicts = [{k: v for k, v in row.items() if is_async(v)} for row in tools]
             if environments:
-                rows = [self._begin(row, each) for row, each in zip(rows, environments, strict=True)]
+                rows = [self._begin(row, own) for row, own in zip(rows, environments, strict=True)]
             yield rows
         finally:
             vars(trainer).update(before)
 
     def _begin(self, row: dict[str, Any], environment: Any) -> dict[str, Any]:
-        """Resets an environment for a row; its first observation joins the last message."""
+        """Resets an environment for a row. Returns the row, with the first observation, if any, at the end of the prompt's last message."""
         fields = {k: v for k, v in row.items() if k != "environment"} if self._trainer._multi_environment else row
         prompt = row.get("prompt", [{"role": "user", "content": ""}])
         observation = environment.reset(**fields)
@@ -153,19 +154,19 @@ class ProposalWorld:
 
 
 def _methods(environment: Any) -> dict[str, Callable]:
-    """The tools of an environment."""
+    """The tools of an environment by name: its public methods, but for TRL's `reset` and `get_reward`."""
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = [name for name, _ in functions if name not in ("reset", "get_reward") and not name.startswith("_")]
     return {name: getattr(environment, name) for name in names}
 
 
 def _check_alike(environment: Any, own: Any) -> None:
-    """Refuses an environment for a proposal in which completions would mean something else than in the policy's `own`."""
-    tools, theirs = sorted(_methods(environment)), sorted(_methods(own))
-    if tools != theirs:
+    """Raises a `ValueError` for an environment of a proposal in which completions would mean something else than in the policy's `own`."""
+    tools, own_tools = sorted(_methods(environment)), sorted(_methods(own))
+    if tools != own_tools:
         raise ValueError(
             f"`proposal_environment_factory` makes a {type(environment).__name__} with the tools {', '.join(tools)}, and the policy acts "
-            f"with {', '.join(theirs)}; give both the same."
+            f"with {', '.join(own_tools)}; give both the same."
         )
     if getattr(own, "get_reward", None) is not None and type(environment) is not type(own):
         raise ValueError(

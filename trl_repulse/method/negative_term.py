@@ -162,7 +162,7 @@ class NegativeTerm:
         return Wanted()
 
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
-        """Adds the scores of a proposal to those of the policy."""
+        """Hook that adds the scores of a proposal to those of the policy; there is none here."""
         return scores
 
     # Weigh
@@ -174,7 +174,7 @@ class NegativeTerm:
     def weigh(self, units: Units, scores: SetScores, shape: Shape) -> Weights:
         """
         Computes the weights of samples, without side effects. The base class weighs the policy's own samples, and does not need their
-        log-probabilities.
+        log-probabilities. A collective call where prompts are cut apart.
 
         Args:
             units ([`Units`]): Units with rewards and, for `negative_loss="reinforce"`, `returns`.
@@ -203,13 +203,13 @@ class NegativeTerm:
     # Learn
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
-        """Accumulates a proposal's gradient from the extra samples of a micro-batch."""
+        """Hook in which a proposal accumulates its gradient from the extra samples of a micro-batch."""
 
     def end_of_update(self) -> None:
-        """Updates a proposal, once the gradient of an update is complete."""
+        """Hook in which a proposal takes its step, once the gradient of an update is complete."""
 
     def drop(self) -> None:
-        """Discards samples that wait for the end of an update, such as those of a run that failed."""
+        """Hook that discards samples that wait for the end of an update, such as those of a run that failed."""
 
     # What a checkpoint keeps
 
@@ -232,7 +232,7 @@ class NegativeTerm:
         return self.args.bad_reward_threshold
 
     def scheduled(self, name: str) -> float:
-        """`alpha` or `target_dist_beta` at this update."""
+        """`alpha` or `target_dist_beta`, by name, at this update: constant, or moving geometrically from its `_start` over all updates."""
         start, end = getattr(self.args, f"{name}_start"), getattr(self.args, name)
         if start is None:
             return end
@@ -241,7 +241,7 @@ class NegativeTerm:
         return geometric_schedule(start, end, min(state.global_step / last, 1.0))
 
     def log_potential(self, rewards: torch.Tensor) -> torch.Tensor:
-        """log φ (nats) of each sample, from raw rewards, not transformed ones."""
+        """log φ (nats) of each sample, of the shape of its raw (not transformed) rewards; NaN without a reward."""
         args, beta = self.args, self.scheduled("target_dist_beta")
         if args.potential == "indicator":
             threshold = self.bad_reward_threshold
@@ -330,7 +330,8 @@ class ExtraSamplesTerm(NegativeTerm):
         self, units: Units, scores: SetScores, shape: Shape, ranked: torch.Tensor | None = None
     ) -> None:
         """
-        Logs how extra samples compare with the policy's: the share of distinct ones, and the rank of their log-probabilities.
+        Logs how extra samples compare with the policy's: the share of distinct ones, and the rank of their log-probabilities. A collective
+        call where prompts are cut apart.
 
         Args:
             units ([`Units`]): Samples of both kinds.
@@ -340,9 +341,9 @@ class ExtraSamplesTerm(NegativeTerm):
         """
         by_prompt, extra, size = self.services.by_prompt, units.extra_samples, shape.extra
         mask = by_prompt(extra.mask, size)
-        known = (~by_prompt(extra.rewards, size).isnan()).any(dim=1)  # other prompts may only fill up a batch
-        self.logs.mean("proposal/distinct", distinct_share(by_prompt(extra.ids, size), mask)[known])
+        has_reward = (~by_prompt(extra.rewards, size).isnan()).any(dim=1)  # other prompts may only fill up a batch
+        self.logs.mean("proposal/distinct", distinct_share(by_prompt(extra.ids, size), mask)[has_reward])
         own = by_prompt(sequence_log_prob(scores.of(OWN, units.own), units.own.mask), shape.generations)
         ranked = None if ranked is None else by_prompt(ranked, size)
         log_p = sequence_log_prob(by_prompt(scores.of(EXTRA, extra), size), mask)
-        self.logs.mean("proposal/log_p_rank", rank_among(log_p, own, ranked)[known])
+        self.logs.mean("proposal/log_p_rank", rank_among(log_p, own, ranked)[has_reward])

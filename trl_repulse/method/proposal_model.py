@@ -108,13 +108,13 @@ def plan_proposal(
     if proposal is None and own_config is None:
         adapters.append(of_policy)  # once more, of a proposal over its base
     whole = given is None and of_policy is None and adapter_config(model) is None
-    needed = args.beta != 0.0 and not args.sync_ref_model and not args.fsdp  # a reference that stays
-    lends_base = whole and needed and own_config is not None and _change_of_base(own_config) is None
+    reference_stays = args.beta != 0.0 and not args.sync_ref_model and not args.fsdp
+    lends_base = whole and reference_stays and own_config is not None and _change_of_base(own_config) is None
     return lends_base, proposal, adapters
 
 
 def _check_given(given: Any, model: Any, peft_config: Any, own_config: Any) -> None:
-    """Refuses a `proposal_model` that is the policy, shares weights with it, or is no language model."""
+    """Raises a `ValueError` for a `proposal_model`, `given`, that is the policy, shares weights with it, or is no language model."""
     if given is model and not isinstance(model, str):
         raise ValueError("`proposal_model` is the policy itself; pass a copy of it, or leave it out to have one made.")
     check_language_model(given, "`proposal_model`")
@@ -167,7 +167,8 @@ def build_proposal(
 def _ready(
     model: Any, trainer: Any, peft_config: "PeftConfig | None", quantization_config: Any
 ) -> "PreTrainedModel | PeftModel":
-    """Loads and prepares a model as TRL does the policy, so that TRL's hooks can sample from it and score with it."""
+    """Loads (from a path or id) and prepares a model as TRL does the policy, so that TRL's hooks can sample from it and score with it.
+    Raises a `ValueError` if its vocabulary has another size than the policy's, or there is nothing to train."""
     args = trainer.args
     if isinstance(model, str):
         init_kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -192,8 +193,8 @@ def _ready(
         from peft import get_peft_model
 
         # As TRL does: ZeRO-3 gathers in one dtype
-        whole = zero_stage(trainer.accelerator) != 3 or getattr(model, "is_quantized", False)
-        model = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
+        casts = zero_stage(trainer.accelerator) != 3 or getattr(model, "is_quantized", False)
+        model = get_peft_model(model, peft_config, autocast_adapter_dtype=casts)
     try:
         validate_quantization_for_training(model)
     except ValueError as error:

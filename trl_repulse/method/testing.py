@@ -75,7 +75,7 @@ class NegativeTermTests:
 
     @pytest.mark.parametrize("batches", ["whole", "cut"])
     def test_weights(self, tmp_path: Path, batches: str) -> None:
-        """Coefficients carry no gradient, are finite and at most 0, and fit their samples; `weigh` changes nothing, and gives the same twice."""
+        """Coefficients carry no gradient, are finite and at most 0, and fit their samples; `weigh` changes nothing of its units."""
         trainer = self.make_trainer(str(tmp_path), max_steps=2, **getattr(self, batches))
         seen = record_weights(trainer._negative)
         trainer.train()
@@ -106,8 +106,8 @@ class NegativeTermTests:
         for trainer in trainers:
             wanted = trainer._negative.wanted(plain)
             with torch.no_grad():
-                found = trainer._scoring.score(trainer.model, plain, shape, replace(wanted, needed={}, sampler=None))
-            scores.append(found.log_p)
+                passed = trainer._scoring.score(trainer.model, plain, shape, replace(wanted, needed={}, sampler=None))
+            scores.append(passed.log_p)
         change = sum(
             ((scores[0][name] - scores[1][name]).mul(units.sets()[name].mask).sum(-1) * x.abs()).sum()
             for name, x in coefficients(weights)
@@ -123,8 +123,8 @@ class NegativeTermTests:
         assert json.loads(json.dumps(state)) == state, "`state` is not JSON"
         resumed = self.make_trainer(str(tmp_path), **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-        for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other), (
+        for (name, first), again in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(first, again), (
                 f"{name} differs in the resumed run: does `state` hold all that the term remembers?"
             )
 
@@ -146,7 +146,8 @@ def cut_apart(units: Units, scores: SetScores, shape: Shape) -> tuple[Units, Set
     """The same samples in units of one policy sample each."""
     n = shape.unit
 
-    def cut(x: Any) -> Any:  # (U, n·k, ...) as (U·n, k, ...)
+    def cut(x: Any) -> Any:
+        """(U, n·k, ...) as (U·n, k, ...): k is 1 of policy samples, m / n of extra ones. `None` stays `None`."""
         return x.unflatten(1, (n, -1)).flatten(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x
 
     def cut_set(samples: CompletionSet) -> CompletionSet:

@@ -102,8 +102,8 @@ def keep_4bit_trainable(model: nn.Module, argument: str) -> None:
 
 @contextlib.contextmanager
 def _with_adapters(layers: list[nn.Module], adapters: list[list[str] | str]) -> Iterator[None]:
-    """Context in which each layer has its own active adapters. PEFT's (0.21) public `set_adapter` also freezes all other adapters, which
-    must go on training here, so `_active_adapter` is set directly. Way out: a switch that leaves `requires_grad` alone."""
+    """Context in which `adapters[i]` (one name or several) is active in `layers[i]`. PEFT's (0.21) public `set_adapter` also freezes all
+    other adapters, which must train on here, so `_active_adapter` is set directly. Way out: a switch that leaves `requires_grad` alone."""
     before = [layer._active_adapter for layer in layers]
     try:
         for layer, names in zip(layers, adapters, strict=True):
@@ -170,15 +170,16 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
         def bound_checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             adapters = [layer._active_adapter for layer in layers]
 
-            def with_adapters(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            def function_as_before(*inner_args: Any, **inner_kwargs: Any) -> Any:
                 with _with_adapters(layers, adapters):
                     return function(*inner_args, **inner_kwargs)
 
-            return checkpoint(with_adapters, *args, **kwargs)
+            return checkpoint(function_as_before, *args, **kwargs)
 
         return bound_checkpoint
 
     def set_bound(self, enable=True, gradient_checkpointing_func=torch_checkpoint, every_n_layers=1):
+        """The model's own `_set_gradient_checkpointing`, with a function that is bound to the adapters."""
         function = bound_to(adapter_layers(self), gradient_checkpointing_func)
         original(self, enable, function, every_n_layers)
 

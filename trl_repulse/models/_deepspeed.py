@@ -108,13 +108,13 @@ def gathered_by_layer(model: nn.Module) -> Iterator[None]:
     outside = [p for p in model.parameters() if id(p) not in inside]
 
     def gather(layer: nn.Module, *_: Any) -> None:
-        held[layer] = deepspeed.zero.GatheredParameters(list(layer.parameters()))
-        held[layer].__enter__()
+        contexts[layer] = deepspeed.zero.GatheredParameters(list(layer.parameters()))
+        contexts[layer].__enter__()
 
     def release(layer: nn.Module, *_: Any) -> None:
-        held.pop(layer).__exit__(None, None, None)
+        contexts.pop(layer).__exit__(None, None, None)
 
-    held: dict[nn.Module, Any] = {}
+    contexts: dict[nn.Module, Any] = {}
     handles = [layer.register_forward_pre_hook(gather) for layer in layers]
     handles += [layer.register_forward_hook(release, always_call=True) for layer in layers]
     try:
@@ -140,8 +140,8 @@ def end_backward(engine: nn.Module) -> None:
 
 
 def whole_state_dict(module: nn.Module, engine: nn.Module, accelerator: Accelerator) -> dict[str, Any] | None:
-    """Weights for `save_pretrained`, gathered from all processes. With ZeRO-3 only the first process gets them, the
-    others `None`. Before training, a model is its own `engine`."""
+    """Weights for `save_pretrained`, gathered from all processes, which must all call it. With ZeRO-3 only the first gets them,
+    the others `None`. Before training, a model is its own `engine`."""
     if engine is module:
         with gathered(module):
             whole = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}

@@ -134,7 +134,7 @@ def count_labels(name: str, revision: str | None = None) -> int | None:
 
 
 def _check_path(name: str, part: str) -> None:
-    """Refuses a missing folder, which transformers would report as a malformed id."""
+    """Raises a `ValueError` for a missing folder, which transformers would report as a malformed id."""
     if (name.startswith((".", "~", os.sep)) or name.count("/") > 1) and not Path(name).exists():
         raise ValueError(
             f"The {part} `{name}` cannot be loaded: there is no such folder; name one, or an id on the Hub."
@@ -146,14 +146,15 @@ def _adapter_config(name: str, revision: str | None) -> dict[str, Any] | None:
     if (Path(name) / "config.json").is_file():
         return None
     try:
-        found = find_adapter_config_file(name, revision=revision)
+        path = find_adapter_config_file(name, revision=revision)
     except (OSError, ValueError):  # loading the model reports the error
         return None
-    return None if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def _resize(model: PreTrainedModel, weights: dict[str, Any]) -> None:
-    """Resizes embedding and head to the rows that the adapter was saved with."""
+    """Resizes embedding and head to the rows that the adapter was saved with, if these are others. Raises a `ValueError` if only one of the
+    two was saved and they have weights of their own. `weights` are the adapter's, by PEFT's names."""
     layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
     names = {layer: name for name, layer in model.named_modules() if layer in layers}
     saved = {
@@ -165,9 +166,9 @@ def _resize(model: PreTrainedModel, weights: dict[str, Any]) -> None:
     rows = next((count for layer, count in saved.items() if count != len(layer.weight)), None)
     if rows is None:
         return
-    held = {id(layer.weight) for layer in saved}
+    ids_of_saved = {id(layer.weight) for layer in saved}
     for layer in layers:
-        if id(layer.weight) not in held:
+        if id(layer.weight) not in ids_of_saved:
             raise ValueError(
                 f"the vocabulary was resized to {rows} in training, and the adapter was saved without its new rows of "
                 f"`{names[layer]}`; save it with `save_embedding_layers=True` and the head in `modules_to_save`."
@@ -205,19 +206,19 @@ def check_reference(
     """Raises `ValueError` if the reference has a smaller or another vocabulary than the model. Added tokens may
     have other names, since fine-tuning uses reserved ones. Of all others, no token of the prompts may differ, and
     at most half of the vocabulary. `name` is where reference and tokenizer were loaded from, if anywhere."""
-    own, others = vocab_size(model), vocab_size(reference)
+    own_size, reference_size = vocab_size(model), vocab_size(reference)
     label = name or reference.config._name_or_path
-    if others < own:
+    if reference_size < own_size:
         raise ValueError(
-            f"The reference `{label}` has a vocabulary of {others} tokens and the model one of {own}; resize the "
+            f"The reference `{label}` has a vocabulary of {reference_size} tokens and the model one of {own_size}; resize the "
             "reference's embeddings to it with `resize_token_embeddings`, or give another reference."
         )
     differ, shared = {}, 0
     if name is not None:
         differ, shared = _differences(name, tokenizer, trust_remote_code)
-    met = sorted(differ.keys() & {i for ids in prompt_ids for i in ids})
-    if met or 2 * len(differ) > shared:
-        token = (met or sorted(differ))[0]
+    met_in_prompts = sorted(differ.keys() & {i for ids in prompt_ids for i in ids})
+    if met_in_prompts or 2 * len(differ) > shared:
+        token = (met_in_prompts or sorted(differ))[0]
         raise ValueError(
             f"The reference `{label}` has another vocabulary than the model, with {differ[token][1]!r} for its token {token}, "
             f"{differ[token][0]!r}; give a reference with the model's tokenizer."
@@ -244,10 +245,10 @@ def _differences(
     """Tokens (ours, theirs) by id where the tokenizer and that of a saved model differ, and the number of ids in both;
     added tokens are left out."""
     try:
-        other = load_tokenizer(name, "model", trust_remote_code=trust_remote_code)
+        saved = load_tokenizer(name, "model", trust_remote_code=trust_remote_code)
     except ValueError:
         return {}, 0  # weights without a tokenizer, such as an adapter
-    added = {i for each in (tokenizer, other) for i in each.get_added_vocab().values()}
-    ours, theirs = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
+    added = {i for reader in (tokenizer, saved) for i in reader.get_added_vocab().values()}
+    ours, theirs = ({i: token for token, i in reader.get_vocab().items()} for reader in (tokenizer, saved))
     shared = (ours.keys() & theirs.keys()) - added
     return {i: (ours[i], theirs[i]) for i in shared if ours[i] != theirs[i]}, len(shared)

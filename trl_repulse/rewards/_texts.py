@@ -32,7 +32,7 @@ def whole_text(prompt: str | Messages, completion: str | Messages) -> str:
 
 
 def last_question(prompt: str | Messages) -> str:
-    """The user's last message; a plain prompt as it is."""
+    """Text of the user's last message; a plain prompt as it is. Raises a `ValueError` if the user has none."""
     if isinstance(prompt, str):
         return prompt
     questions = [message for message in prompt if message["role"] == "user"]
@@ -53,19 +53,19 @@ def as_messages(prompt: str | Messages, completion: str | Messages) -> Messages:
 
 
 def in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text as a list of one part."""
+    """The message with its text as a list of one part, as some chat templates read it; one without a text as it is."""
     if not isinstance(message.get("content"), str):
         return message
     return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def as_queries(prompts: list[str] | list[Messages], completions: list[str] | list[Messages]) -> list[str | Messages]:
-    """Prompt and completion as one text or one conversation."""
+    """Each prompt with its completion behind it, as one text or one conversation."""
     return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def pick_labels(columns: dict[str, Any], label_column: str | None, count: int) -> list[Any]:
-    """The column of labels, or empty texts without a `label_column`."""
+    """The column of labels, or `count` empty texts without a `label_column`. Raises a `ValueError` if there is no such column."""
     if label_column is None:
         return [""] * count
     if label_column not in columns:
@@ -79,7 +79,7 @@ def is_async(function: Any) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A reward as a number; NaN if it is not one."""
+    """A reward as a number; NaN if it is not one, and `None`, which excludes a sample, as it is."""
     if value is None:
         return None
     try:

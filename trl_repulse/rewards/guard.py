@@ -62,18 +62,18 @@ class GuardReward(ConversationReward):
         end = self._ids(text)
         verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
         for lead in self.leads:
-            both = [self._ids(text + lead + word) for word in (self.safe, self.unsafe)]
-            if any(ids[: len(end)] != end for ids in both):
+            encoded = [self._ids(text + lead + word) for word in (self.safe, self.unsafe)]
+            if any(ids[: len(end)] != end for ids in encoded):
                 continue
-            safe, unsafe = (ids[len(end) :] for ids in both)
+            safe, unsafe = (ids[len(end) :] for ids in encoded)
             common = next((i for i, pair in enumerate(zip(safe, unsafe, strict=False)) if pair[0] != pair[1]), None)
-            told = common is not None and not self._tokenizer.decode(safe[:common]).strip()
-            if told:
+            differ = common is not None and not self._tokenizer.decode(safe[:common]).strip()
+            if differ:
                 sets = verdicts.setdefault(tuple(safe[:common]), (set(), set()))
                 sets[0].add(safe[common])
                 sets[1].add(unsafe[common])
-                told = not (sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1])
-            if not told:
+                differ = not (sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1])
+            if not differ:
                 raise ValueError(
                     f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the first token "
                     "(it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."

@@ -72,6 +72,7 @@ class ModelReward(ABC):
         return self.name or Path(self.model).name
 
     def _load(self) -> None:
+        """Loads tokenizer and weights. Subclasses also prepare what scoring needs, and refuse a model that does not fit."""
         options = {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
         self._tokenizer = load_tokenizer(self.model, "reward model", **options)
         options |= {"dtype": self.dtype} | self._adapter_options(options["revision"])
@@ -84,7 +85,7 @@ class ModelReward(ABC):
         self._context = self._count_positions()
 
     def _adapter_options(self, revision: str) -> dict[str, Any]:
-        """Further options for loading an adapter's base."""
+        """Further options of `load_model` for an adapter's base; none here."""
         return {}
 
     @torch.inference_mode()
@@ -187,7 +188,7 @@ class ConversationReward(ModelReward):
                 f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads plain text."
             )
         failures = []
-        for self._parts in (False, True):
+        for self._parts in (False, True):  # content as text, then as a list of parts; the form that works stays
             try:
                 text = self._render(*self._PROBES)
             except ValueError as error:
@@ -205,6 +206,7 @@ class ConversationReward(ModelReward):
         )
 
     def _messages(self, prompt: str | Messages, completion: str | Messages) -> Messages:
+        """The whole conversation as the template is to get it: without system messages, or with content in parts, if so set."""
         messages = as_messages(prompt, completion)
         if self.drop_system:
             messages = [message for message in messages if message["role"] != "system"]

@@ -35,6 +35,7 @@ class GRPOLossTrainer(BaseTrainer):
     # Sampling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
+        """TRL's batch of B rows, with what [`_credit`] and a negative term add to it. A collective call."""
         shape, source = self.shape, None if self._negative is None else self._negative.source(self.shape)
         # TRL turns adapters off for the reference, and PEFT then freezes the proposal's
         is_adapter = isinstance(self.proposal, SecondAdapter)
@@ -50,7 +51,7 @@ class GRPOLossTrainer(BaseTrainer):
         return batch | units.added_to_rows()
 
     def _draw_rows(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
-        """TRL's generation batch, with `rewards` `(B,)`."""
+        """TRL's generation batch, with `rewards` `(B,)`, logged without padding rows. A collective call."""
         logs, tables = self._logs_of_run, self._tables
         with logs.weighing(logs.real_rows(len(inputs))) as metrics:
             batch = super()._generate_and_score_completions(inputs)
@@ -76,7 +77,7 @@ class GRPOLossTrainer(BaseTrainer):
         return {}
 
     def _log_sampling(self, batch: dict[str, torch.Tensor]) -> None:
-        """Logs how far vLLM's log-probabilities are from the trainer's, and TRL's corrections of them."""
+        """Logs how far vLLM's log-probabilities are from the trainer's, and TRL's corrections of them. A collective call."""
         if "importance_sampling_ratio" not in batch:
             return
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
@@ -140,7 +141,7 @@ class GRPOLossTrainer(BaseTrainer):
         return loss + pushed * (rows * self.accelerator.num_processes / real)
 
     def _own_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """TRL's loss of the policy's own samples; metrics count all tokens alike."""
+        """TRL's loss of the policy's own samples; metrics count all tokens alike. A collective call."""
         counted = self.accelerator.reduce((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum(), "sum").item()
         logs, rows = self._logs_of_run, len(inputs["completion_mask"])
         of_samples = ("vespo/", "clip_ratio/") if self.importance_sampling_level == "sequence" else ("vespo/",)
@@ -152,6 +153,7 @@ class GRPOLossTrainer(BaseTrainer):
         return logs.mean_of_real(loss, rows)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **options: Any):
+        """As TRL's, (B, T) in nats, at the positions of generation. Of `_units` one pass scores extra samples too, for `_set_scores`."""
         if self._leaves_passes_to_trl:
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options

@@ -289,12 +289,12 @@ class BaseTrainer(GRPOTrainer):
         return cls._config_cls(f"{Path(name).name}-{cls._name}")
 
     def _check_turns(self, args: Any, **given: Any) -> None:
-        """Refuses arguments, by name, that put more than the model's own tokens into completions, where a trainer does not take them."""
+        """Hook that refuses arguments, by name, which put more than the model's own tokens into completions; here all are taken."""
 
     def _build_first(
         self, model: Any, reward_funcs: Any, args: Any, quantization_config: Any, peft_config: Any
     ) -> None:
-        """Builds what must be built before TRL wraps or patches the policy."""
+        """Hook that builds what must be built before TRL wraps or patches the policy."""
 
     @property
     def has_proposal(self) -> bool:
@@ -366,7 +366,7 @@ class BaseTrainer(GRPOTrainer):
             self.generation_config.use_cache = False
 
     def _add_value_model(self) -> None:
-        """Adds a value model, where a trainer has one."""
+        """Hook that adds a value model, where a trainer has one."""
 
     def _add_proposal(self, model: Any, lends_base: bool, peft_config: Any, quantization_config: Any) -> None:
         """Adds the proposal; its base is the reference if `lends_base`."""
@@ -435,10 +435,8 @@ class BaseTrainer(GRPOTrainer):
         return self._transform(samples.rewards) - self.beta * self._kl(samples, log_p)
 
     def _log_returns(self, rewards: torch.Tensor, kl: torch.Tensor, tokens: torch.Tensor, total: torch.Tensor) -> None:
-        """
-        Logs the return, with and without transform, from rewards and KL terms (nats) of samples, and the KL a token from its `total` and
-        the number of `tokens`.
-        """
+        """Logs the return, with and without transform, from rewards and KL terms (nats) of samples, and the KL a token from its `total` and
+        the number of `tokens`."""
         logs = self._logs_of_run
         if self.beta != 0.0:
             logs.token_mean("kl", total, tokens)
@@ -500,7 +498,7 @@ class BaseTrainer(GRPOTrainer):
         return contextlib.nullcontext(rows)
 
     def _has_ended(self, completion: list[int]) -> bool:
-        """Whether a completion ends with an end token."""
+        """Whether a completion, of at least one token, ends with an end token or, as TRL counts, with padding."""
         return completion[-1] in (*self.eos_token_ids, self._tokenizer.pad_token_id)
 
     @property
@@ -530,14 +528,14 @@ class BaseTrainer(GRPOTrainer):
         together = self._scoring.passes_together
         if self._guard.repeat_cache:
             once = prompts_read_once(sampled, self._holds_everywhere if together else bool)
-        each = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
+        mixed = contextlib.nullcontext() if drawn_by is None else rows_drawn_by(sampled, *drawn_by)
         precision = contextlib.ExitStack()
         # Under one autocast for all tokens weights are cast once; accelerate's, around each pass, casts them for each token
         if not self.use_vllm:
             precision.enter_context(self.accelerator.autocast())
             precision.enter_context(casting_once(sampled))
         defaults = without_generation_defaults(sampled)
-        with precision, defaults, without_lasting_changes(self, sampled), drawn_by_inversion(sampled), each, once:
+        with precision, defaults, without_lasting_changes(self, sampled), drawn_by_inversion(sampled), mixed, once:
             if not self._guard.sample_by_length:
                 return super()._generate_single_turn(prompt_ids, *args, **kwargs)
             groups = batches(prompt_ids, len(prompt_ids), equal=True)
@@ -565,7 +563,7 @@ class BaseTrainer(GRPOTrainer):
         return self.accelerator.reduce(held, "sum").item() == self.accelerator.num_processes
 
     def _tokenize_prompts(self, prompts: list):
-        """Raises a `ValueError` that names the row if the template refuses it, or no completion fits behind it."""
+        """As TRL's. Raises a `ValueError` that names the row if the template refuses it, or no completion fits behind it."""
         are_texts = isinstance(prompts[0], str)
         try:
             tokenized = super()._tokenize_prompts(prompts if are_texts else as_templates_read(prompts))
@@ -602,6 +600,7 @@ class BaseTrainer(GRPOTrainer):
         return joins(self._tokenizer)
 
     def _generate(self, prompts: list):
+        """As TRL's, with metrics of samples that are no padding, and texts that fit behind their prompts. A collective call."""
         logs = self._logs_of_run
         with logs.weighing(logs.real_rows(len(prompts))) as metrics:
             generated = super()._generate(prompts)
@@ -637,10 +636,8 @@ class BaseTrainer(GRPOTrainer):
         return rewards_per_func
 
     def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """
-        Weighted rewards of all processes, `(B_all,)`, from the functions' `(B_all, F)`, which are logged: NaN where no function gave one,
-        which is not a reward of 0.
-        """
+        """Weighted rewards of all processes, `(B_all,)`, from the functions' `(B_all, F)`, which are logged: NaN where no function gave
+        one, which is not a reward of 0."""
         rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
         rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
         names = self.reward_func_names
@@ -650,6 +647,7 @@ class BaseTrainer(GRPOTrainer):
     # Hooks of TRL: steps, evaluation, logs
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        """As the Trainer's; second models take their step with the last micro-batch of an update. A collective call."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             if VALUE_FOLDER in self.second_models:
@@ -662,6 +660,7 @@ class BaseTrainer(GRPOTrainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
+        """As the Trainer's, with the mean loss and metrics over all rows that are no padding, under names with the prefix."""
         if self.use_vllm and not self.is_in_train:
             self.vllm_generation.changed()  # models may have been loaded, or changed by hand
         check_eval_batch(self.args)
@@ -685,12 +684,14 @@ class BaseTrainer(GRPOTrainer):
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """As TRL's, with a loss and metrics of the rows of the batch that are no padding. A collective call."""
         self._logs_of_run.begin_batch(len(inputs))
         loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._logs_of_run.flush()
         return self._logs_of_run.end_batch(loss), *rest
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's, of pooled metrics; then shows tables of completions, and looks for symptoms of failure."""
         pool_all(self._metrics["train" if self.model.training else "eval"])
         super().log(logs, start_time)
         if self.accelerator.is_main_process and self.args.log_completions:
@@ -701,6 +702,7 @@ class BaseTrainer(GRPOTrainer):
     # Several processes
 
     def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's. Refuses fp16 that would have no effect, continuous batching with FSDP, and trackers that upload a proposal."""
         if self.has_proposal:
             check_uploads(self.args)  # the trackers are built next
         super().create_accelerator_and_postprocess()
@@ -720,11 +722,10 @@ class BaseTrainer(GRPOTrainer):
     # Checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
-        """
-        As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`, passed over. A folder
-        that holds another run gets a warning, and its negative data are set aside. Refuses a policy without anything to train, and a stream
-        of fewer prompts than a batch takes, and trackers that would upload a proposal. At the end `trainer_state.json` is written, whatever `save_strategy` is.
-        """
+        """As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`, passed over. A
+        folder that holds another run gets a warning, and its negative data are set aside. Refuses a policy without anything to train, and a
+        stream of fewer prompts than a batch takes, and trackers that would upload a proposal. At the end `trainer_state.json` is written,
+        whatever `save_strategy` is."""
         if self.has_proposal:
             check_uploads(self.args)
         if not any(p.requires_grad for p in self.model.parameters()):
@@ -762,6 +763,7 @@ class BaseTrainer(GRPOTrainer):
         return result
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        """As the Trainer's, also for second models; then restores the rest of a checkpoint. All processes must call it."""
         self._logs_of_run.drop()  # of a run that failed
         if self._negative is not None:
             self._negative.drop()
@@ -782,10 +784,12 @@ class BaseTrainer(GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # The result of loading any of them, which all pass here
         models = self.model, *(second.module for second in self.second_models.values())
         super()._issue_warnings_after_load(without_tied(load_result, *models))
 
     def _save_checkpoint(self, model, trial):
+        """As the Trainer's, with second models, a moving reference, and the place in the data. All processes must call it."""
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
         checkpoint = Path(self._get_output_dir(trial)) / f"{_trl.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
@@ -803,6 +807,7 @@ class BaseTrainer(GRPOTrainer):
         return ResumedSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def _load_best_model(self) -> None:
+        """As the Trainer's, and the second models of that checkpoint, so that all belong together."""
         with adapters_kept(self.model):
             super()._load_best_model()
             for folder, second in self.second_models.items():
@@ -813,6 +818,7 @@ class BaseTrainer(GRPOTrainer):
     # Publishing
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's, with second models in folders of their own. All processes must call it."""
         for folder, second in self.second_models.items():
             path = Path(output_dir or self.args.output_dir) / folder
             second.save_pretrained(path, self.args.should_save)
@@ -840,10 +846,8 @@ class BaseTrainer(GRPOTrainer):
         return self.has_proposal and self.args.push_proposal_to_hub and self.is_world_process_zero()
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` also makes the proposal's repository. Raises a
-        `ValueError` if that is the policy's, or exists and is not private.
-        """
+        """As [`~transformers.Trainer.init_hf_repo`]; with `push_proposal_to_hub=True` also makes the proposal's repository. Raises a
+        `ValueError` if that is the policy's, or exists and is not private."""
         super().init_hf_repo(token, private)
         if self._pushes_proposal():
             self.hub_proposal_model_id = make_proposal_repository(self.args, self.hub_model_id, token)

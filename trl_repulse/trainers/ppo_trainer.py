@@ -103,10 +103,8 @@ class PPOTrainer(GRPOLossTrainer):
     _dropped = (*GRPOLossTrainer._dropped, "frac_reward_zero_std")  # of groups
 
     def _add_value_model(self) -> None:
-        """
-        Checks the value model that was built before the trainer, and makes it a second model with an optimizer of its own. Raises a
-        `ValueError` if it has other tokens than the policy or cannot be trained with these settings.
-        """
+        """Checks the value model that was built before the trainer, and makes it a second model with an optimizer of its own. Raises a
+        `ValueError` if it has other tokens than the policy or cannot be trained with these settings."""
         value, value_model = self._initial_value, self._second.get("value_model")
         prepare_scoring(base_of(value))
         with as_trained(self, value):
@@ -180,8 +178,8 @@ class PPOTrainer(GRPOLossTrainer):
 
         # Token rewards: the KL penalty at each token, the reward at the last
         rows = (log_p, log_ref, self._transform(rewards), mask)
-        of_policy, of_reference, aims, taken = (x.unsqueeze(1) for x in rows)
-        token_rewards = kl_token_rewards(of_policy, of_reference, aims, self.beta, taken).squeeze(1)  # (B, T)
+        of_policy, of_reference, transformed, counts = (x.unsqueeze(1) for x in rows)
+        token_rewards = kl_token_rewards(of_policy, of_reference, transformed, self.beta, counts).squeeze(1)  # (B, T)
         advantages, returns = generalized_advantages(
             token_rewards, values, mask, self.args.gamma, self.args.gae_lambda
         )
@@ -214,7 +212,7 @@ class PPOTrainer(GRPOLossTrainer):
     # Losses
 
     def _own_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """PPO's loss of the policy; before it, the value model's backward pass."""
+        """PPO's loss of the policy; before it, the value model's backward pass. A collective call."""
         # Tokens of an average micro-batch: sums over it add up to a token mean, however a batch is split
         denominator = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         if self.model.training:
@@ -231,7 +229,7 @@ class PPOTrainer(GRPOLossTrainer):
         return loss
 
     def _learn_values(self, inputs: dict[str, torch.Tensor], denominator: torch.Tensor) -> None:
-        """Value loss of a micro-batch; in training, its gradient is accumulated."""
+        """Value loss of a micro-batch, divided by `denominator`; in training, its gradient is accumulated. A collective call."""
         learn = self.model.training
         input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
@@ -247,13 +245,14 @@ class PPOTrainer(GRPOLossTrainer):
     # Logging
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
+        """Logs the mean value, and the share of the variance of returns that values explain, over tokens (B, T) of mask 1."""
         logs = self._logs_of_run
         of_tokens = (x[mask != 0] for x in (returns, returns - values))
         logs.record_later({f"{VALUE_FOLDER}/explained_variance": share_explained}, *of_tokens)
         logs.mean(f"{VALUE_FOLDER}/mean", values[mask != 0])
 
     def _log_share(self, name: str, share: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-        """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens."""
+        """Logs a mean over tokens from this micro-batch's share of it, a sum over the average number of tokens. A collective call."""
         average = self.accelerator.gather(share.detach().view(1)).mean().item()
         self._logs_of_run.record_moments({name: mean}, Moments.alike(average, inputs["num_items_in_batch"].item()))
 

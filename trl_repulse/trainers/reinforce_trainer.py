@@ -76,6 +76,7 @@ class ReinforceTrainer(BaseTrainer):
     # Step 1: draw
 
     def _generate(self, prompts: list):
+        """As TRL's, with the whole text of each completion, which its reward is of."""
         prompt_ids, completion_ids, tool_mask, completions, *rest = super()._generate(prompts)
         if not isinstance(prompts[0], str):
             # Where the tokenizer says how, GRPO takes thinking and calls of tools out of a message; the reward is of all of it
@@ -84,6 +85,7 @@ class ReinforceTrainer(BaseTrainer):
         return prompt_ids, completion_ids, tool_mask, completions, *rest
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """The policy's samples of a generation batch, as tensors that TRL shuffles and splits."""
         return self._draw_own(inputs, self.shape).to_batch()
 
     def _draw_own(self, rows: list[dict[str, Any]], shape: Shape) -> Units:
@@ -112,11 +114,13 @@ class ReinforceTrainer(BaseTrainer):
         return bool(self.args.reward_clip_range) or super().transforms_rewards
 
     def _transform(self, rewards: torch.Tensor) -> torch.Tensor:
+        """As [`BaseTrainer._transform`], of rewards limited to `reward_clip_range`."""
         limits = self.args.reward_clip_range
         return super()._transform(rewards.clamp(*limits) if limits else rewards)
 
     def _credit(self, units: Units, scores: SetScores, shape: Shape) -> Units:
-        """Units with `advantages` and `returns`, from rewards and, with a KL penalty, log-probabilities under the policy that was sampled."""
+        """Units with `advantages` and `returns`, from rewards and, with a KL penalty, log-probabilities under the policy that was sampled.
+        Logs both. A collective call."""
         own, generations, accelerator = units.own, shape.generations, self.accelerator
         kl = self._kl(own, None if self.beta == 0.0 else scores.of(OWN, own))
         returns = self._transform(own.rewards) - self.beta * kl
@@ -124,8 +128,8 @@ class ReinforceTrainer(BaseTrainer):
         if generations == 1:  # only in evaluation: nothing to compare with, as in TRL
             advantages = torch.zeros_like(returns)
         elif self.args.normalize_advantages:  # over the generation batch, that of all processes
-            everyone = accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
-            advantages = compute_advantages(everyone, *baseline, normalize=True)
+            of_all = accelerator.gather(returns.flatten()).view(-1, generations)  # (P, N)
+            advantages = compute_advantages(of_all, *baseline, normalize=True)
             advantages = advantages.flatten()[local_rows(accelerator, returns.numel())].view_as(returns)
         else:
             advantages = compute_advantages(to_prompts(accelerator, returns, generations), *baseline)
@@ -141,6 +145,7 @@ class ReinforceTrainer(BaseTrainer):
     # Step 4: the policy's loss
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """REINFORCE's loss of a micro-batch, from one pass that carries the gradient."""
         units, shape = Units.of(inputs), self.shape
         scores = self._scoring.score(model, units, shape)
         self._compare_engine(units, scores)

@@ -95,7 +95,7 @@ class RePULSeTrainer(ReinforceTrainer):
         return self._finish(loss, units, scores)
 
     def _weigh(self, negative: NegativeTerm, units: Units, scores: SetScores, shape: Shape) -> Units:
-        """Units with advantages and weights, unless these were computed as the samples were drawn."""
+        """Adds advantages and weights to units, unless these were computed as the samples were drawn. A collective call."""
         self._compare_engine(units, scores)
         if units.advantages is None:
             units = self._credit(units, scores, shape)

@@ -139,6 +139,7 @@ class SuffixScorer:
         leaves: list[torch.Tensor] = []
 
         def cut(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            """A hook: cuts the graph behind the embedding, whose output becomes the leaf."""
             leaves.append(output.detach().requires_grad_())
             return leaves[-1]
 
@@ -213,6 +214,7 @@ class SuffixScorer:
 
 
 def _as_key_values(cache: Any) -> KeyValues:
+    """Keys and values of a cache's layers, without gradient; [`_as_cache`] is the way back."""
     return [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
 
 
@@ -320,7 +322,7 @@ class GCG:
     def _fill_buffer(
         self, prompt: AttackPrompt, scorer: SuffixScorer, generator: torch.Generator
     ) -> list[tuple[float, torch.Tensor]]:
-        """The first suffix, and random ones that survive the round trip if more are to be kept; best first."""
+        """Losses and suffixes (S,), best first: the first suffix, and random ones that survive the round trip if more are to be kept."""
         suffixes = torch.tensor([prompt.suffix_ids])
         if self.config.buffer_size > 1:
             tokens = self._allowed.cpu().nonzero().flatten()

@@ -157,7 +157,7 @@ def launch(run: GCGRunArguments, config: GCGEvaluationConfig) -> str:
 
 
 def load_judge(run: GCGRunArguments, config: GCGEvaluationConfig) -> Callable[..., Any]:
-    """The judge that the arguments name."""
+    """The judge that the arguments name: a [`RefusalJudge`] if they name no reward. Raises `ValueError` if they contradict one another."""
     kwargs: Any = run.reward_kwargs or {}
     if run.reward_type == "refusal" or run.reward_type is run.reward_model_path is None:
         if run.reward_model_path is not None:
@@ -255,15 +255,15 @@ def _attack_and_judge(
     config, tokenizer = attack.config, attack.tokenizer
     prompt = _build_prompt(tokenizer, row, config)
     check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), config.max_new_tokens)
-    typed = prompt.encode([""])[0]
-    if not typed:  # there is no goal, and the tokenizer puts no token before a text
+    before_ids = prompt.encode([""])[0]
+    if not before_ids:  # there is no goal, and the tokenizer puts no token before a text
         begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         if begin is None:
             raise GCGError("The prompt before the attack is empty, and the tokenizer has no token that begins a text.")
-        typed = [begin]
+        before_ids = [begin]
     result = attack.run(row.goal, row.target, derive_seed(config.seed, row, "attack"))
     count, responses = config.num_samples, []
-    for phase, ids, text in (("before", typed, row.goal), ("after", result.prompt_ids, row.goal + result.suffix)):
+    for phase, ids, text in (("before", before_ids, row.goal), ("after", result.prompt_ids, row.goal + result.suffix)):
         rows = engine([ids] * count, derive_seed(config.seed, row, phase))
         # An answer in a conversation is decoded alone
         read = [text if config.prompt_format == "raw" else None] * count

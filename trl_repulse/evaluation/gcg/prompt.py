@@ -46,9 +46,9 @@ class AttackPrompt:
 
     def suffix_texts(self, rows: list[list[int]]) -> list[str]:
         """Text of suffixes given as tokens, as it stands in the prompt."""
-        begin, *behind = _decode(self.tokenizer, [self.anchor, *([*self.anchor, *row] for row in rows)])
+        start, *wholes = _decode(self.tokenizer, [self.anchor, *([*self.anchor, *row] for row in rows)])
         alone = _decode(self.tokenizer, rows)
-        return [b[len(begin) :] if b.startswith(begin) else a for a, b in zip(alone, behind, strict=True)]
+        return [b[len(start) :] if b.startswith(start) else a for a, b in zip(alone, wholes, strict=True)]
 
     def splice(self, suffix_ids: list[int]) -> list[int]:
         """Tokens of the prompt with a suffix given as tokens."""
@@ -61,10 +61,10 @@ class AttackPrompt:
         if scope == "off" or not rows:
             return torch.ones(len(rows), dtype=torch.bool)
         if scope == "suffix":
-            found = _encode(self.tokenizer, _decode(self.tokenizer, rows), False)
-            return torch.tensor([a == b for a, b in zip(found, rows, strict=True)])
-        found = self.encode(self.suffix_texts(rows))
-        return torch.tensor([a == self.splice(b) for a, b in zip(found, rows, strict=True)])
+            encoded = _encode(self.tokenizer, _decode(self.tokenizer, rows), False)
+            return torch.tensor([a == b for a, b in zip(encoded, rows, strict=True)])
+        encoded = self.encode(self.suffix_texts(rows))
+        return torch.tensor([a == self.splice(b) for a, b in zip(encoded, rows, strict=True)])
 
 
 def build_prompt(
@@ -127,7 +127,7 @@ def allowed_tokens(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> t
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: str | Messages, variables: dict[str, Any]
 ) -> tuple[str, str, tuple[bool, bool], int]:
-    """Text before and after the suffix, and the fields `trims` and `blanks` of `AttackPrompt`."""
+    """Text before and after the suffix, and the fields `trims` and `blanks` of [`AttackPrompt`]. Raises as [`build_prompt`]."""
     if tokenizer.chat_template is None:
         raise ValueError("The tokenizer has no chat template; save one with it, or set `prompt_format='raw'`.")
     if isinstance(messages, str):
@@ -146,12 +146,12 @@ def _render(
         filled = [*messages[:-1], messages[-1] | {"content": begin + mark + end}]
         options = {"tokenize": False, "add_generation_prompt": True} | variables
         with rendering(tokenizer, messages, "The conversation that is attacked"):
-            found = str(tokenizer.apply_chat_template(filled, **options)).split(mark)
-        if len(found) != 2:
+            pieces = str(tokenizer.apply_chat_template(filled, **options)).split(mark)
+        if len(pieces) != 2:
             raise ValueError(
-                f"The chat template writes the last message {len(found) - 1} times; an attack needs a template that writes it once."
+                f"The chat template writes the last message {len(pieces) - 1} times; an attack needs a template that writes it once."
             )
-        return found[0], found[1]
+        return pieces[0], pieces[1]
 
     before, after = parts(content, "")
     # A blank that the template drops changes nothing

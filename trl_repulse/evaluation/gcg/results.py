@@ -136,7 +136,7 @@ def format_report(summary: dict[str, Any]) -> str:
 
 
 def _show(estimate: dict[str, float], share: bool = True) -> str:
-    """An estimate with its interval, as a percentage if `share`."""
+    """An [`~trl_repulse.evaluation.tails.Estimate`], as a dictionary, with its interval; as a percentage if `share`."""
     show, unit = (percent, " %") if share else (plain, "")
     value, *ends = (estimate[name] for name in ("value", "low", "high"))
     return f"{show(value, 3)}{unit} ({interval_text(*ends, lambda end: show(end, 3))})"

@@ -87,6 +87,7 @@ class _Changed(LogitsProcessor):
         self.cache: Cache | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Logits (B, V) of the next token, from those of the model that generates, `scores` (B, V), and its tokens so far."""
         drawn = input_ids.size(1) - self.length
         if self.component.tokens is not None and drawn >= self.component.tokens:
             return scores

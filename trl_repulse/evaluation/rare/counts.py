@@ -11,14 +11,15 @@ FIRST, SECOND = 1 / 16, 1 / 4  # shares of the pilots
 
 
 def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
-    """Completions of each prompt from each of the first pilot's two components, and from each of the second's, the policy first."""
-    first, each = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
-    if 2 * first + 2 * each * others > num_samples / 2:
+    """Completions of each prompt from each of the first pilot's two components, and from each of the second's: as many of the policy, which
+    is first, as of all `others` (their number) together. Raises a `ValueError` if both pilots take more than half of `num_samples`."""
+    first, per_other = max(2, round(num_samples * FIRST / 2)), max(2, round(num_samples * SECOND / (2 * others)))
+    if 2 * first + 2 * per_other * others > num_samples / 2:
         raise ValueError(
             f"`num_samples={num_samples}` is too low for a pilot of {others + 1} components; give at least {10 * others} completions a "
             "prompt, or draw without a pilot (`--num_proposal_samples`)."
         )
-    return first, [each * others, *[each] * others]
+    return first, [per_other * others, *[per_other] * others]
 
 
 def check_counts(counts: Sequence[int]) -> None:

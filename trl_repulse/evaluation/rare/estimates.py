@@ -164,7 +164,7 @@ class Diagnostics:
 
 
 def _round_up(number: float) -> int:
-    """Rounds up to two digits."""
+    """Rounds a number above 0 up to two significant digits."""
     scale = int(10 ** max(0, math.floor(math.log10(number)) - 1))
     return math.ceil(number / scale) * scale
 
@@ -182,7 +182,7 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
         share = (2 * log_x.logsumexp(dim=(0, 1)) - (log_x + log_depth).logsumexp(dim=(0, 1))).exp()
         expected = float(share) * sample.counts[0] / log_w.size(1)
     unseen = 0.0 if len(sample.counts) == 1 else min(1.0, 3.0 / expected) if expected else 1.0
-    one, other = halves(sample, x)
+    even, odd = halves(sample, x)
     mean, variance = stratified_mean(x, sample.counts)
     drawn = sum(sample.counts[1:]) * sample.num_prompts
     return Diagnostics(
@@ -195,9 +195,9 @@ def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor 
         own_share=float(x[:, : sample.counts[0]].square().sum()) / squares if squares else 0.0,
         efficiency=max(0.0, mean**2 / variance - expected) / drawn if drawn and variance else 0.0,
         counts=sample.counts,
-        halves=(one * scale, other * scale),
+        halves=(even * scale, odd * scale),
         # The difference of two halves has four times the variance of the mean of both
-        halves_error=abs(one - other) / (2 * variance**0.5) if variance else 0.0,
+        halves_error=abs(even - odd) / (2 * variance**0.5) if variance else 0.0,
         normalization_error=largest_normalization_error(sample),
     )
 
@@ -279,13 +279,13 @@ def _probability(
     log_w[:, :own] = log_w[:, :own].masked_fill(likely[:, None], math.log(completions / own) if own else 0.0)
     log_x = log_w.masked_fill(~event | likely[:, None], -torch.inf)
     rare = _count(log_x, sample.counts, own, ~likely, confidence, _log_weight_nearby(sample, event))
-    rest = event.new_zeros(prompts, own).double().masked_fill(event[:, :own] | ~likely[:, None], -torch.inf)
-    left = _count(rest, (own,), own, likely, confidence) if own else (0.0,) * 4
-    whole = float(likely.double().mean())
-    value = whole + rare[0] - left[0]
-    low = value - math.hypot(rare[0] - rare[1], left[2] - left[0])
-    high = value + math.hypot(rare[2] - rare[0], left[0] - left[1])
-    return min(value, 1.0), min(max(low, 0.0), 1.0), min(high, 1.0), math.hypot(rare[3], left[3]), log_w
+    log_good = event.new_zeros(prompts, own).double().masked_fill(event[:, :own] | ~likely[:, None], -torch.inf)
+    good = _count(log_good, (own,), own, likely, confidence) if own else (0.0,) * 4  # value, ends, error
+    likely_share = float(likely.double().mean())
+    value = likely_share + rare[0] - good[0]
+    low = value - math.hypot(rare[0] - rare[1], good[2] - good[0])
+    high = value + math.hypot(rare[2] - rare[0], good[0] - good[1])
+    return min(value, 1.0), min(max(low, 0.0), 1.0), min(high, 1.0), math.hypot(rare[3], good[3]), log_w
 
 
 def widened(sample: MixtureSample, own: torch.Tensor) -> torch.Tensor:
@@ -323,8 +323,8 @@ def _count(
     standard error. With a count of 0, the upper end is exact for the `policy_count` draws of the policy. `log_weight` is as in
     [`_count_interval`]."""
     if float(log_x.max()) == -math.inf:
-        some = int(prompts.sum())
-        return 0.0, 0.0, clopper_pearson(0, policy_count * some, confidence)[1] * some / len(prompts), 0.0
+        active = int(prompts.sum())
+        return 0.0, 0.0, clopper_pearson(0, policy_count * active, confidence)[1] * active / len(prompts), 0.0
     return _count_interval(log_x, counts, confidence, log_weight)
 
 
@@ -351,8 +351,8 @@ def cvar(sample: MixtureSample, level: float, confidence: float = 0.95) -> RareE
     log_depth = (quantile - sample.rewards.double()).clamp(min=0).log() - math.log(level)  # (P, N)
     in_tail = sample.log_w.masked_fill(sample.rewards > quantile, -torch.inf)
     diagnostics = measure(sample, in_tail, log_depth)
-    one, other = diagnostics.halves
-    diagnostics = replace(diagnostics, halves=(quantile - one, quantile - other))
+    even, odd = diagnostics.halves
+    diagnostics = replace(diagnostics, halves=(quantile - even, quantile - odd))
     mean, least, most, error = _shortfall(sample, quantile, level, confidence)
     others = set(around) - {quantile}
     high = max([quantile - least, *(t - _shortfall(sample, t, level, confidence)[1] for t in others)])
@@ -379,7 +379,8 @@ def _count_interval(
     log_x: torch.Tensor, counts: tuple[int, ...], confidence: float, log_weight: float = -math.inf
 ) -> tuple[float, float, float, float]:
     """Mean of contributions x (P, N), the ends of its interval, and its standard error. The upper end supposes that x
-    is on average at least exp(`log_weight`) where it is not 0."""
+    is on average at least exp(`log_weight`) where it is not 0. Ends are quantiles of gamma distributions (Fay and Feuer, 1997), for the
+    upper one of the mean with one more completion of the largest x: it adds `largest`, in units of that x."""
     shift = float(log_x.max())
     mean, variance = stratified_mean((log_x - shift).exp(), counts)
     largest, tail = 1 / log_x.numel(), (1 - confidence) / 2

@@ -98,13 +98,13 @@ class MixtureSample:
 
 
 def join_parts(one: torch.Tensor, other: torch.Tensor, of_one: Sequence[int], of_other: Sequence[int]) -> torch.Tensor:
-    """Values (P, N, ...) and (P, M, ...) of completions, with these counts, in the order of the components."""
+    """Joins values (P, N, ...) and (P, M, ...) of completions, with these counts, to (P, N + M, ...) in the order of the components."""
     pairs = zip(one.split(list(of_one), dim=1), other.split(list(of_other), dim=1), strict=True)
     return torch.cat([part for pair in pairs for part in pair], dim=1)
 
 
 def stratified_mean(values: torch.Tensor, counts: tuple[int, ...]) -> tuple[float, float]:
-    """Mean of values (P, N), in the order of the components with these counts, and its stratified variance."""
+    """Mean of values (P, N), in the order of the components with these counts, and the stratified variance of that mean."""
     parts = zip(values.split(counts, dim=1), counts, strict=True)
     variance = sum(float((part.var(dim=1) * (n / values.numel() ** 2)).sum()) for part, n in parts if n)
     return float(values.mean()), variance
@@ -126,8 +126,8 @@ def halves(sample: MixtureSample, values: torch.Tensor) -> tuple[float, float]:
     """Means of values (P, N) over every other completion of each component, and over the rest."""
     parts = values.split(sample.counts, dim=1)
     shares = sample.shares.tolist()
-    both = [
+    means = [
         sum(share * float(part[:, start::2].mean()) for share, part in zip(shares, parts, strict=True) if share)
         for start in (0, 1)
     ]
-    return both[0], both[1]
+    return means[0], means[1]

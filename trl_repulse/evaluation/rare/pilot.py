@@ -64,7 +64,7 @@ def draw_by_pilot(
 ) -> tuple[Draws, list[str]]:
     """
     Draws completions of each prompt: at least half from the policy, the others from components that a pilot chose. Raises `ValueError` if
-    `num_samples` is too low for the pilots.
+    `num_samples` is too low for the pilots. All processes must call it, and get the same.
 
     Args:
         policy, tokenizer, prompts, reward, max_completion_length, kwargs: As in [`~trl_repulse.evaluation.rare.sampling.draw`].
@@ -102,7 +102,7 @@ def draw_by_pilot(
 
 
 def raised_tokens(draws: Draws, vocabulary: int) -> list[torch.Tensor]:
-    """Biases (V,) of logits, nats, that make low rewards more frequent, learned from completions."""
+    """Biases (V,) of logits, nats, that make low rewards more frequent, learned from completions: one for each of `TILTS`."""
     return raised_by(draws.sample.rewards.flatten(), [row for prompt in draws.ids for row in prompt], vocabulary)
 
 
@@ -122,8 +122,9 @@ def raised_by(rewards: torch.Tensor, rows: Sequence[Sequence[int]], vocabulary: 
 def choose_counts(
     pilot: MixtureSample, number: int, thresholds: Sequence[float] = (), levels: Sequence[float] = ()
 ) -> list[int]:
-    """Completions of each prompt from each of the K components, `number` in all, that find most of the tail of a pilot."""
-    tails = [tail(pilot, each) for each in thresholds]
+    """Completions of each prompt from each of the K components, `number` in all, that find most of the tail of a pilot. A component
+    with fewer than 2 gets none, and the policy what is left."""
+    tails = [tail(pilot, threshold) for threshold in thresholds]
     tails += [tail(pilot, quantile, quantile) for quantile in weighted_quantiles(pilot, levels)]
     tails = [part / part.sum() for part in tails if bool(part.any())]
     if tails:
@@ -150,16 +151,17 @@ def choose_shares(
     sample: MixtureSample, contributions: torch.Tensor, least: float = LEAST_OF_THE_POLICY
 ) -> torch.Tensor:
     """Shares (K,) of the components of the mixture m for which the cross-entropy −Σ contribution · log m is lowest, with at least so much
-    for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it."""
-    found = contributions > 0
-    weight = contributions[found].double()  # (F,)
-    log_ratio = sample.log_density[found].double() - sample.log_mixture[found].unsqueeze(1)
+    for the policy (the cross-entropy method of Rubinstein, 1999). The problem is convex; expectation-maximisation solves it, over the F
+    completions that contribute (`contributions` (P, N) above 0)."""
+    in_tail = contributions > 0
+    weight = contributions[in_tail].double()  # (F,)
+    log_ratio = sample.log_density[in_tail].double() - sample.log_mixture[in_tail].unsqueeze(1)
     ratio = log_ratio.exp()  # (F, K): q over that of the pilot
-    own = torch.zeros(ratio.size(1), dtype=torch.float64)
-    own[0] = 1.0
-    rest = torch.full_like(own, 1 / len(own))
+    policy_alone = torch.zeros(ratio.size(1), dtype=torch.float64)
+    policy_alone[0] = 1.0
+    shares = torch.full_like(policy_alone, 1 / len(policy_alone))
     for _ in range(_STEPS):
-        mixture = ratio @ (least * own + (1 - least) * rest)
-        rest = rest * (ratio.T @ (weight / mixture))
-        rest = rest / rest.sum()
-    return least * own + (1 - least) * rest
+        mixture = ratio @ (least * policy_alone + (1 - least) * shares)
+        shares = shares * (ratio.T @ (weight / mixture))
+        shares = shares / shares.sum()
+    return least * policy_alone + (1 - least) * shares

@@ -85,6 +85,7 @@ def _drawn(report: dict[str, Any]) -> list[str]:
 
 
 def _entry(estimate: RareEstimate) -> dict[str, Any]:
+    """An estimate as [`rare_event_report`] has it."""
     names = ("value", "low", "high", "standard_error", "bounds", "verdict", "reliable")
     return {name: getattr(estimate, name) for name in names} | {
         "reasons": list(estimate.reasons),
@@ -112,7 +113,7 @@ def estimate_prob_bad(
     The hot copy is the policy at the temperature that takes it 2 nats per completion from itself, so that
     probabilities far below one in the number of samples can be estimated. What both hardly ever draw is not seen;
     `rare-events` says how much that may be. `num_samples` are completions of each prompt from the policy, and from the
-    hot copy; the other arguments are those of [`~trl_repulse.evaluation.rare.sampling.draw`].
+    hot copy; the other arguments are those of [`~trl_repulse.evaluation.rare.sampling.draw`]. All processes must call it.
     """
     shared = {name: kwargs[name] for name in ("chat_template_kwargs", "batch_size", "seed") if name in kwargs}
     hot = find_temperature(policy, tokenizer, prompts["prompt"][:], max_completion_length, DIVERGENCE, **shared)
@@ -140,4 +141,5 @@ def format_unseen(columns: Mapping[str, Mapping[str, float]], notes: Sequence[st
 
 
 def _share(probability: float) -> str:
+    """A probability with two digits, as 1.2e-5."""
     return re.sub("e([+-])0", r"e\1", f"{probability:.1e}") if probability else "0"

@@ -56,10 +56,11 @@ class Draws:
 
     def joined(self, other: "Draws") -> "Draws":
         """Both draws from the same prompts and components as one."""
-        one, more = self.sample.counts, other.sample.counts
+        own, more = self.sample.counts, other.sample.counts
 
         def both(mine: list[list[Any]], others: list[list[Any]]) -> list[list[Any]]:
-            places = join_parts(torch.arange(sum(one))[None], sum(one) + torch.arange(sum(more))[None], one, more)[0]
+            """For each prompt the values of both draws' completions, in the order of the components."""
+            places = join_parts(torch.arange(sum(own))[None], sum(own) + torch.arange(sum(more))[None], own, more)[0]
             return [[(a + b)[i] for i in places.tolist()] for a, b in zip(mine, others, strict=True)]
 
         return Draws(self.sample.joined(other.sample), both(self.texts, other.texts), both(self.ids, other.ids))
@@ -133,7 +134,7 @@ def draw(
     bar = functools.partial(tqdm, disable=not (progress and state.is_main_process))
     units = [(p, k, next(seeds)) for p in range(len(prompts)) for k in range(len(counts))]
     units = [unit for unit in units if counts[unit[1]]]  # what one component draws does not depend on the others
-    found = []
+    scored = []
     # Prompt by prompt, since completions of a prompt are scored together. Each is drawn in one pass, scored in another
     with (
         state.split_between_processes(units) as mine,
@@ -153,11 +154,11 @@ def draw(
                     rows += engines[id(source)]([prompt_ids[p]] * counts[k], seed)
             density = _score(parts, prompt_ids[p], rows, guards, batch_size, drawn.update)
             texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
-            found.append((p, texts_of, rows, density))
+            scored.append((p, texts_of, rows, density))
     texts: list[list[str]] = [[] for _ in prompts]
     ids_of: list[list[list[int]]] = [[] for _ in prompts]
     densities: list[list[torch.Tensor]] = [[] for _ in prompts]
-    for p, own_texts, rows, density in gather_object(found):
+    for p, own_texts, rows, density in gather_object(scored):
         texts[p] += own_texts
         ids_of[p] += rows
         densities[p].append(density)
@@ -212,12 +213,12 @@ def find_temperature(
             for i, s in enumerate(inverse.tolist()):
                 total[i] += ((1 - s) * mean + (s * log_q).logsumexp(dim=-1)).sum().item()
             rows += len(batch)
-    found = (total / rows).clamp(min=0).sqrt()  # almost linear in the inverse temperature
-    wanted = divergence**0.5
-    place = int(torch.searchsorted(found, wanted))
-    if place == len(found):
+    root_kl = (total / rows).clamp(min=0).sqrt()  # almost linear in the inverse temperature
+    root_wanted = divergence**0.5
+    place = int(torch.searchsorted(root_kl, root_wanted))
+    if place == len(root_kl):
         return 1 / float(inverse[-1])
-    share = (wanted - float(found[place - 1])) / float(found[place] - found[place - 1])
+    share = (root_wanted - float(root_kl[place - 1])) / float(root_kl[place] - root_kl[place - 1])
     return 1 / float(torch.lerp(inverse[place - 1], inverse[place], share))
 
 
@@ -228,7 +229,7 @@ def _prompt_ids(
     length: int,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> list[list[int]]:
-    """Tokens of each prompt; refuses prompts that are too long for a model."""
+    """Tokens of each prompt; refuses prompts to which `length` more tokens are too many for one of the models."""
     check_template_kwargs(prompts, chat_template_kwargs)
     prompt_ids = tokenize(tokenizer, prompts, chat_template_kwargs)
     for model in models:
@@ -276,7 +277,8 @@ def _rewards(
     bar: Callable[..., Any],
     known: dict[tuple[int, str], float],
 ) -> torch.Tensor:
-    """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes."""
+    """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes, and
+    added to `known`. Raises `ValueError` if one is `None`. All processes must call it, and get the same."""
     distinct = list(
         dict.fromkeys(key for p, row in enumerate(texts) for text in row if (key := (p, text)) not in known)
     )
