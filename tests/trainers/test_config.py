@@ -289,7 +289,7 @@ PPO_REFUSED_ALONE = {
 PPO_REFUSED = [(name, {name: value}) for name, values in PPO_REFUSED_ALONE.items() for value in values]
 PPO_REFUSED += [
     ("lr_scheduler_type", {"lr_scheduler_type": "reduce_lr_on_plateau", "do_eval": True, "eval_strategy": "steps"}),
-    ("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": 0.0}),
+    *(("value_warmup_steps", {"value_warmup_steps": 1, "fp16": True, "max_grad_norm": x}) for x in (0.0, -1.0)),
 ]
 
 
