@@ -288,6 +288,8 @@ def test_the_log_of_the_last_checkpoint(tmp_path):
     write(tmp_path, make_log())  # the end of the run, by `trainer.save_state()` alone
     path, _, settings = load_log(tmp_path)
     assert path.parent == tmp_path and settings == {"num_generations": 10}
+    (tmp_path / "results.json").write_text("{}")  # of another program
+    assert load_log(tmp_path)[2] == {"num_generations": 10}
     write(tmp_path, make_log(), SETTINGS)  # and by a training command
     assert load_log(tmp_path)[2] == SETTINGS
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")  # a run that was interrupted

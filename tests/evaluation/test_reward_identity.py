@@ -159,10 +159,8 @@ def held(threshold, api_key=""):
 
 DIFFERENT = {
     "code": [make(JUDGE), make(JUDGE.replace("len", "-len"))],
-    "lambdas": [
-        lambda goals, responses: [1.0],
-        lambda goals, responses: [2.0],
-    ],
+    "lambdas of two lines": make("f = [lambda goals, responses: [1.0],\n     lambda goals, responses: [2.0]]"),
+    "lambdas of one line": make("f = [lambda goals, responses: [1.0], lambda goals, responses: [2.0]]"),
     "attribute": [Judge(1), Judge(2)],
     "slots": [Slotted(1), Slotted(2)],
     "class": [Judge(1), Stricter(1)],

@@ -151,8 +151,8 @@ def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, 
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise ValueError(f"`{path}` has no `log_history`; name the folder of a run that a Trainer has written.")
     known = [path.with_name("results.json"), *(each.with_name("position-0.json") for each, _ in states)]
-    settings = next((_read_json(file).get("settings") for file in known if file.is_file()), None)
-    return path, history, settings if isinstance(settings, dict) else {}
+    found = (_read_json(file).get("settings") for file in known if file.is_file())
+    return path, history, next((settings for settings in found if isinstance(settings, dict)), {})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -124,7 +124,8 @@ def _describe(value: Any, outermost: bool = False) -> Any:
         return [value.__name__, _describe(value.__self__, outermost)]
     if isinstance(value, FunctionType):
         held = [value.__defaults__, value.__kwdefaults__, inspect.getclosurevars(value).nonlocals]
-        return [*_source(value), value.__code__.co_firstlineno, _describe(held)]
+        column = max(end or 0 for *_, end in value.__code__.co_positions())  # tells apart two lambdas of one line
+        return [*_source(value), value.__code__.co_firstlineno, column, _describe(held)]
     kind = type(value)
     if not outermost and not isinstance(value, nn.Module):
         return f"{kind.__module__}.{kind.__qualname__}"
