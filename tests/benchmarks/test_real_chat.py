@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 from benchmarks import step_cost
-from benchmarks.real_chat import build, figure, judge, prototype, race, results
+from benchmarks.real_chat import build, figure, gains, judge, prototype, race, results
 from trl_repulse.cli import methods
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.comparison import paired_interval
+from trl_repulse.evaluation.log_probs import completion_log_probs
 from trl_repulse.evaluation.records import load_samples
 from trl_repulse.evaluation.tails import cvar
+from trl_repulse.generation.drawing import Sampler
 
 from ..conftest import WORDS, build_model, build_tokenizer
 
@@ -179,6 +182,19 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
     printed = capsys.readouterr().out
     assert printed.count("| REINFORCE | 2 | 20 |") == printed.count("| REINFORCE | 2 | 100 |") == 1
     assert printed.count(" completions on ") == 2
+
+
+def test_gains_of_samplers(world, tmp_path, capsys):
+    """As from log-probabilities under the samplers; the initial policy itself has no tilt."""
+    run, finds = tmp_path / "run", tmp_path / "finds"
+    shutil.copytree(world / "policy", run / "policy")
+    bad = gains.bad_samples(race.evaluate(world, world / "policy", run / "samples", 40).folder)
+    gains.main([str(world), "--runs", str(run), "--finds", str(finds)])
+    gain = dict(re.findall(r"\| (.*) \| ([\d.]+) \(", capsys.readouterr().out))
+    ids, model = [[row[key] for row in bad] for key in ("prompt_ids", "completion_ids")], gains.load(run / "policy")
+    log_p, log_q = (completion_log_probs(model, *ids, sampler=Sampler(t))[0] for t in (1.0, 1.3))
+    assert gain["temperature 1.3"] == f"{1 / (2 * torch.sigmoid(log_p - log_q)).mean():.2f}"
+    assert gain["reference tilt, γ 0.5"] == "1.00" and gain["token effects × 0.5"] > "1.00"
 
 
 def test_figure(tmp_path, monkeypatch):

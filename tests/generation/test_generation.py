@@ -298,9 +298,8 @@ def test_engine_options(monkeypatch):
     adapters = {"enable_lora": True, "max_lora_rank": 16, "max_loras": 1, "max_cpu_loras": 1}  # of the one pushed
     assert given[0] == {"model": "m", "dtype": "float32", **adapters}
     assert given[1] == {"model": "of an architecture without adapters", "dtype": "float32"}
-    with pytest.raises(RuntimeError, match="^an illegal memory access$"):
-        with engine_options("float32"):
-            raise RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="^an illegal memory access$"), engine_options("float32"):
+        raise RuntimeError("an illegal memory access")
     assert vllm_generation.LLM is original
 
 
