@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -54,9 +55,19 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "PPO": ("ppo", {}),
     "policy as proposal": ("repulse", {"proposal": "policy", "target_dist_beta": -10.0, "alpha": 0.1}),
     "RePULSe, 3 extra": ("repulse", BAD | {"num_proposal_generations": 3 * N}),
+    "REINFORCE, rate 1e-5": ("reinforce", {"learning_rate": 1e-5}),
     "REINFORCE, rate 6e-5": ("reinforce", {"learning_rate": 6e-5}),
     "REINFORCE, rate 1e-4": ("reinforce", {"learning_rate": 1e-4}),
     "REINFORCE, KL coefficient 0.13": ("reinforce", {"beta": 0.13}),
+    **{
+        f"REINFORCE, SGD {rate:g}": ("reinforce", {"optim": "sgd", "learning_rate": rate})
+        for rate in (0.03, 0.05, 0.1)
+    },
+    "RePULSe, 3 extra, SGD 0.03": (
+        "repulse",
+        BAD | {"num_proposal_generations": 3 * N, "optim": "sgd", "learning_rate": 0.03},
+    ),
+    "REINFORCE, LoRA": ("reinforce", {"learning_rate": 1e-3, "lora_rank": 16}),
     "exponential transform": (  # low rewards count more, as in the published baselines with a transform
         "reinforce",
         {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3},
@@ -123,6 +134,9 @@ def make_trainer(world: Path, run: Run, batch: int, updates: int, callbacks: lis
     }
     name, fields = METHODS[run.method]
     trainer_class, config_class = classes[name]
+    fields = dict(fields)
+    rank = fields.pop("lora_rank", None)
+    adapter = rank and LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
     options = {"dtype": "float32", "attn_implementation": "sdpa" if ON_ACCELERATOR else "eager"}
     settings = {
         "output_dir": str(run.folder / "trainer"),
@@ -150,6 +164,7 @@ def make_trainer(world: Path, run: Run, batch: int, updates: int, callbacks: lis
         args,
         train_dataset=Dataset.from_list(read_rows(world, "train")),
         callbacks=callbacks,
+        peft_config=adapter,
     )
 
 
