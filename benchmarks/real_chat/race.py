@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -134,9 +133,11 @@ def make_trainer(world: Path, run: Run, batch: int, updates: int, callbacks: lis
     }
     name, fields = METHODS[run.method]
     trainer_class, config_class = classes[name]
-    fields = dict(fields)
-    rank = fields.pop("lora_rank", None)
-    adapter = rank and LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
+    fields, adapter = dict(fields), None
+    if rank := fields.pop("lora_rank", None):
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=rank, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear")
     options = {"dtype": "float32", "attn_implementation": "sdpa" if ON_ACCELERATOR else "eager"}
     settings = {
         "output_dir": str(run.folder / "trainer"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks import step_cost
-from benchmarks.real_chat import build, figure, gains, judge, prototype, race, results
+from benchmarks.real_chat import average, build, figure, gains, judge, prototype, race, results
 from trl_repulse.cli import methods
 from trl_repulse.cli.main import main
 from trl_repulse.evaluation.comparison import paired_interval
@@ -184,7 +184,7 @@ def test_what_is_kept_makes_the_same_table(world, tmp_path, capsys, monkeypatch)
     assert printed.count(" completions on ") == 2
 
 
-def test_gains_of_samplers(world, tmp_path, capsys):
+def test_gains_of_samplers_and_the_average(world, tmp_path, capsys):
     """As from log-probabilities under the samplers; the initial policy itself has no tilt."""
     run, finds = tmp_path / "run", tmp_path / "finds"
     shutil.copytree(world / "policy", run / "policy")
@@ -195,6 +195,15 @@ def test_gains_of_samplers(world, tmp_path, capsys):
     log_p, log_q = (completion_log_probs(model, *ids, sampler=Sampler(t))[0] for t in (1.0, 1.3))
     assert gain["temperature 1.3"] == f"{1 / (2 * torch.sigmoid(log_p - log_q)).mean():.2f}"
     assert gain["reference tilt, γ 0.5"] == "1.00" and gain["token effects × 0.5"] > "1.00"
+
+    cost, out = (
+        {"method": "A", "completions": 5, "seconds": 1.0, "cpu_seconds": 1.0, "budget": 2.0},
+        tmp_path / "average",
+    )
+    (run / "cost.json").write_text(json.dumps(cost))
+    average.main([str(world), "--runs", str(run), str(run), "--out", str(out), "--samples", "4"])
+    assert race.cost_of(out)["method"] == "average of 2, A" and race.cost_of(out)["budget"] == 4.0
+    assert np.all(load_samples(out / "samples").column("kl") == 0)
 
 
 def test_figure(tmp_path, monkeypatch):
@@ -219,11 +228,11 @@ def test_figure(tmp_path, monkeypatch):
 
 @pytest.mark.trainer
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", ["GRPO", "learned proposal", "PPO", "policy as proposal"])
+@pytest.mark.parametrize("method", ["GRPO", "learned proposal", "PPO", "policy as proposal", "REINFORCE, LoRA"])
 def test_every_kind_of_method_trains(world, tmp_path, method):
     run = race.Run(method, 0, tmp_path / "run")
     assert race.train(world, run, 20)["completions"] == 20
-    assert (run.policy / "model.safetensors").is_file() and not (run.folder / "trainer").exists()
+    assert [*run.policy.glob("*model.safetensors")] and not (run.folder / "trainer").exists()
 
 
 @pytest.mark.trainer

@@ -54,12 +54,14 @@ class Documented(GRPOConfig):
 
     Parameters:
         share (`float`, *optional*, defaults to `0.1`):
-            Share of 5 % that `"some"` of the rows have, as in [`~trl.RLOOConfig`].
+            Share of 5 % that `"some"` of the rows have, as
+            in [`~trl.RLOOConfig`].
 
         beta (`float`, *optional*, defaults to `0.0`):
             Of the base class, which has a text.
 
-    > [!NOTE] > It ends here.
+    > [!NOTE]
+    > It ends here.
     """
 
     share: float = 0.1
