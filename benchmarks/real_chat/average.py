@@ -3,8 +3,7 @@ The average of the weights of runs that `race` trained, and its held-out samples
 
     python -m benchmarks.real_chat.average runs/real_chat --runs runs/early/REINFORCE-50-seed? --out runs/average/REINFORCE --samples 16
 
-What the updates of all runs have in common stays, and what differs, their noise, falls: the KL of the average says how much of a run's KL
-is noise. `race --out runs/average --table` prints the table.
+The average keeps what the updates of all runs share, and loses much of their noise. Its KL says how much of a run's KL is noise. `race --out runs/average --table` prints the table.
 """
 
 import argparse

@@ -5,12 +5,11 @@ How much other samplers would help to estimate P(r < 0) of policies that `race` 
 
 The gain is that of `proposal/gain`: the second moment of an estimate from n samples of the policy p, over that from n / 2 of p and n / 2 of
 the sampler q, weighed by their mixture m. It is 1 / mean of p / m over bad samples of p, so that nothing is drawn from q: the held-out samples
-of the runs are enough. 1 is no better than the policy, 0.5 is wasted. What is learned, is learned from samples of the initial policy on
-the training prompts (`--finds`, drawn once).
+of the runs are enough. A gain of 1 is no better than the policy, 0.5 is useless. Token effects, head and copy learn from samples of the
+initial policy on the training prompts (`--finds`, drawn once).
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +145,9 @@ def ratios(
 
 def interval(prompts: np.ndarray, ratio: np.ndarray) -> tuple[float, float, float]:
     """The gain and its 95 % interval, by bootstrap over prompts."""
-    statistic: Callable[[np.ndarray], Any] = lambda counts: counts.sum(-1) / (counts @ ratio)  # noqa: E731
-    draws = np.random.default_rng(0).multinomial(
-        prompts.max() + 1, np.full(prompts.max() + 1, 1 / (prompts.max() + 1)), 4000
-    )
-    return (float(statistic(np.ones(len(ratio)))), *np.quantile(statistic(draws[:, prompts]), (0.025, 0.975)))
+    number = prompts.max() + 1
+    counts = np.random.default_rng(0).multinomial(number, np.full(number, 1 / number), 4000)[:, prompts]
+    return (float(1 / ratio.mean()), *np.quantile(counts.sum(axis=1) / (counts @ ratio), (0.025, 0.975)))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks import step_cost
 from benchmarks.real_chat import average, build, figure, gains, judge, prototype, race, results
@@ -201,9 +202,15 @@ def test_gains_of_samplers_and_the_average(world, tmp_path, capsys):
         tmp_path / "average",
     )
     (run / "cost.json").write_text(json.dumps(cost))
-    average.main([str(world), "--runs", str(run), str(run), "--out", str(out), "--samples", "4"])
+    other, file = shutil.copytree(run, tmp_path / "other"), "policy/model.safetensors"
+    save_file({name: 3 * x for name, x in load_file(run / file).items()}, other / file, metadata={"format": "pt"})
+    average.main([str(world), "--runs", str(run), str(other), "--out", str(out), "--samples", "4"])
     assert race.cost_of(out)["method"] == "average of 2, A" and race.cost_of(out)["budget"] == 4.0
-    assert np.all(load_samples(out / "samples").column("kl") == 0)
+    of_run, mean = load_file(run / file), load_file(out / file)
+    assert (
+        all(torch.allclose(mean[name], 2 * of_run[name]) for name in mean)
+        and len(load_samples(out / "samples").table) == 24
+    )
 
 
 def test_figure(tmp_path, monkeypatch):
