@@ -45,7 +45,8 @@ def bad_threshold_for(rewards: np.ndarray) -> float:
 
 
 def _gap(rewards: np.ndarray) -> float | None:
-    """The middle of the widest gap in rewards (n,) above a share [`_NEAR`]; `None` if an interquartile range of either side is as wide."""
+    """The middle of the widest gap below which lie 0.5 to 10 % of the rewards (n,) ([`_NEAR`]), and at least 3; `None` if they are too few,
+    or if an interquartile range of either side is as wide."""
     ordered = np.sort(rewards)
     first, last = max(3, math.ceil(_NEAR[0] * rewards.size)), math.floor(_NEAR[1] * rewards.size)
     gaps = np.diff(ordered[first - 1 : last + 1])  # below the first of them are `first` samples

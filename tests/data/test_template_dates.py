@@ -21,6 +21,7 @@ from ..reward_models import save_model
 DATED = (
     "{% if date_string is not defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
     "{{ {'01': ' sat', '02': ' ran'}[date_string] }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role == 'assistant' %} cat{% endif %}"
 )
 MESSAGES = [[{"role": "user", "content": text}] for text in (" the cat", " fish", " the dog", " bad")]
 FIRST_DAY = {"date_string": "01"}
@@ -127,6 +128,10 @@ def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
     other = sample("b")
     with pytest.raises(ValueError, match=rf"rendering.*{REMEDY}"):
         header_check([whole, other])
+    if kind == "ChatReward":
+        today(1)
+        with pytest.raises(ValueError, match=r"rewards\..*\.rendering"):  # another text
+            header_check([whole, sample("c", {"add_generation_prompt": True})])
 
 
 @pytest.mark.parametrize(

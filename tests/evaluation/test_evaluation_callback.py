@@ -101,7 +101,17 @@ class Judge:
 @pytest.mark.trainer
 def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, tmp_path):
     (tmp_path / "mine.py").write_text("def in_a_file(completions, answer):\n    return [0.0 for _ in completions]\n")
-    from trl_repulse.rewards import load_reward_function
+    for name, signature in {"of_labels": "completions, labels", "of_queries": "queries, labels"}.items():
+        (tmp_path / f"{name}.py").write_text(
+            f"def judge({signature}):\n    return [float(x == 'x') for x in labels]\n"
+        )
+    from trl_repulse.rewards import RemoteReward, load_reward_function
+
+    labelled = [
+        load_reward_function(f"{tmp_path / 'of_labels.py'}:judge", "answer"),
+        load_reward_function(f"{tmp_path / 'of_queries.py'}:judge", "answer"),
+        RemoteReward("http://localhost:1", label_column="answer"),
+    ]
 
     def needs(completions, answer, **kwargs):
         return word_reward(completions)
@@ -114,13 +124,14 @@ def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, t
         return word_reward(completions)
 
     with_answer = prompts.add_column("answer", ["x"] * len(prompts))
-    for reward in (needs, Judge(), load_reward_function(f"{tmp_path / 'mine.py'}:in_a_file")):
+    for reward in (needs, Judge(), load_reward_function(f"{tmp_path / 'mine.py'}:in_a_file"), *labelled):
         trainer = make(reward_funcs=reward, dataset=with_answer)
         for callback in (TailReportCallback, BeforeAfterCallback):
             with pytest.raises(ValueError, match=r"The reward function '.*' needs `answer`, but the held-out prompts"):
                 callback(trainer, prompts)
         TailReportCallback(trainer, with_answer)
-    for reward in (supplied, spare, functools.partial(needs, answer=["x"] * 8)):
+    without_labels = load_reward_function(f"{tmp_path / 'of_queries.py'}:judge")
+    for reward in (supplied, spare, functools.partial(needs, answer=["x"] * 8), without_labels):
         TailReportCallback(make(reward_funcs=reward), prompts)
 
 

@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False} | kwargs)
         self._negative_number_matcher = _NEGATIVE_NUMBER
-        self.others: Collection[str] = ()  # a launcher's arguments, which the file may have too
+        self.others: Collection[str] = ()  # names that the file may have too: of a launcher, or of a baseline's method
         self.names_in_files: Callable[[], Collection[str]] | None = None
         # Types by name, if the arguments are fields of dataclasses; these may be `None`
         self.hints: Mapping[str, Any] | None = None
@@ -90,8 +90,8 @@ class Parser(argparse.ArgumentParser):
 
     def set_defaults_from(self, path: Path) -> None:
         """Makes the values in a YAML file the defaults, converted as those of flags are. The file has options by the names of their flags
-        and the others by their `dest`. Of a training command's file other commands take [`OF_TRAINING`] alone. Raises a `ValueError` for an
-        unknown name or a value that an argument does not take."""
+        and the others by their `dest`. Of a training command's file other commands take [`OF_TRAINING`] alone. A training command (with
+        `hints`) sets the environment variables in `env`. Raises a `ValueError` for an unknown name, or a value that an argument does not take."""
         # Without the `--no_...` of a field
         actions = [action for action in self._actions if not isinstance(action, argparse._StoreFalseAction)]
         named = {name.lstrip("-"): action for action in actions for name in action.option_strings or [action.dest]}

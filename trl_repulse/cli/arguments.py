@@ -130,7 +130,8 @@ class FieldsParser(Parser, TrlParser):
 
     def parse_args_and_config(self, args: Iterable[str] | None = None, **kwargs: Any) -> tuple[Any, ...]:
         """Reads the command line, and the YAML file that `--config` names, into an instance of each dataclass. Flags win over the file.
-        Raises a `ValueError` if a name is unknown, or a value cannot be read or is refused by its dataclass."""
+        `kwargs` are those of `parse_args_into_dataclasses`. Raises a `ValueError` if a name is unknown, or a value cannot be read or is
+        refused by its dataclass."""
         return self.parse_args_into_dataclasses(self.read_config(args), **kwargs)
 
     def read_config(self, args: Iterable[str] | None = None) -> list[str]:

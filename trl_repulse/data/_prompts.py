@@ -3,7 +3,7 @@
 import hashlib
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,8 @@ def render(
     variables: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """A conversation as text in the chat template. Raises `ValueError` like [`rendering`]."""
+    """A conversation as text in the chat template. Raises `ValueError` like [`rendering`], and for `variables` that are arguments of
+    `apply_chat_template` other than `tools`."""
     check_template_variables(variables, allowed=("tools",))
     with rendering(tokenizer, messages, where):
         return tokenizer.apply_chat_template(
@@ -206,11 +207,8 @@ def _is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     return not parts or any(part in text for part in parts)
 
 
-def dated(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None
-) -> dict[str, str]:
-    """`{"rendering": hash of the text}` if the template can write a date, else nothing; part of a reward's description."""
+def dated(tokenizer: PreTrainedTokenizerBase, text: Callable[[], str]) -> dict[str, str]:
+    """`{"rendering": hash}` of a rendered conversation if the template can write a date, else nothing; part of a reward's description."""
     if "strftime_now" not in str(tokenizer.chat_template):
         return {}
-    text = render(tokenizer, messages, "A conversation", variables, add_generation_prompt=False)
-    return {"rendering": hashlib.sha256(text.encode()).hexdigest()}
+    return {"rendering": hashlib.sha256(text().encode()).hexdigest()}

@@ -27,6 +27,7 @@ from ..engine.trl_bridge import unwrapped_for_generation
 from ..generation._probe import probe
 from ..generation.completions import tokenize
 from ..rewards.functions import FunctionReward
+from ..rewards.remote import RemoteReward
 from ._generation import Prompt, as_function, evaluate_rewards, transformers_engine
 from .records import readable
 from .report import estimates
@@ -207,9 +208,10 @@ def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> Non
 
 
 def _required(function: Any) -> list[str]:
-    """Names of the parameters without a default of a reward function; none of a model, or if it has no signature."""
-    if isinstance(function, FunctionReward):
-        return [] if function._queries else sorted(function._required)
+    """Names of what a reward needs: its `required_columns`, or the parameters without a default of a function; none of a model, or if there
+    is no signature."""
+    if isinstance(function, FunctionReward | RemoteReward):
+        return function.required_columns
     if isinstance(function, nn.Module):
         return []
     try:  # a decorator may supply arguments of the wrapped function

@@ -367,8 +367,9 @@ def _functions(
         if isinstance(reward, str):
             tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
         if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
+            options = tokenizer, prompt, "A conversation", settings.chat_template_kwargs
             warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
-            description |= dated(tokenizer, prompt, settings.chat_template_kwargs)
+            description |= dated(tokenizer, lambda options=options: render(*options, add_generation_prompt=False))
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")

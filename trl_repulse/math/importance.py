@@ -1,4 +1,5 @@
-"""Importance weights of proposal samples against the target σ(s) ∝ p(s) φ(s), and what they say about the proposal.
+"""Importance weights of proposal samples against the target σ(s) ∝ p(s) φ(s), and what they say about the proposal. The check of shapes
+serves all of `math/`.
 
 Axis letters: P prompts, N completions per prompt, T completion tokens. Log-probabilities are in nats. A mask is 0 at the
 positions that do not count.

@@ -25,7 +25,8 @@ _BATCH_ATTRIBUTES = ("environments", "_batch_environments", "_sync_tool_dicts", 
 
 
 def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
-    """Raises a `ValueError` if what writes into completions is among a trainer's arguments, `given` by name, unless `alpha` is 0."""
+    """For [`RePULSePPOTrainer`]: raises a `ValueError` if what writes into completions is among its arguments, `given` by name, unless
+    `alpha` is 0."""
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name) and (args.alpha or 0) > 0:
             raise ValueError(
@@ -35,7 +36,7 @@ def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
 
 def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -> None:
     """
-    Refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name, and
+    For [`RePULSeGRPOTrainer`]: refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name, and
     `factory` is its `proposal_environment_factory`.
 
     Raises:

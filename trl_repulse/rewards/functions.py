@@ -49,6 +49,9 @@ class FunctionReward:
         self._names = {p.name for p in named}
         self._required = {p.name for p in named if p.default is p.empty}
         self._queries = "queries" in self._names and "completions" not in self._names
+        self._picks_labels = self.label_column is not None and (
+            self._queries or self._takes_all or "labels" in self._names
+        )
         if self._queries:
             fits = self._required <= {"queries", "prompts", "labels"}
         else:
@@ -57,6 +60,12 @@ class FunctionReward:
             raise ValueError(
                 f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
             )
+
+    @property
+    def required_columns(self) -> list[str]:
+        """Names of what a call must get besides prompts and completions, by the names in the data set."""
+        required = set() if self._queries else self._required
+        return sorted(required - {"labels"} | {self.label_column} if self._picks_labels else required)
 
     def __call__(
         self,
@@ -75,7 +84,7 @@ class FunctionReward:
             }
         else:
             arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
-            if self.label_column is not None and (self._takes_all or "labels" in self._names):
+            if self._picks_labels:
                 arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
         where = f"The reward function `{self.function}` of `{self.path}`"
         lacking = sorted(self._required - arguments.keys())

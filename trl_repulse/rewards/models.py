@@ -181,8 +181,8 @@ class ConversationReward(ModelReward):
     def _load(self) -> None:
         super()._load()
         variables = self.chat_template_kwargs
-        allowed = ("tools", "chat_template", "add_generation_prompt", "continue_final_message")
-        check_template_variables(variables, allowed)
+        arguments = ("chat_template", "add_generation_prompt", "continue_final_message")
+        check_template_variables(variables, ("tools", *arguments))
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"The tokenizer of `{self.model}` has no chat template; save one with it, or use a reward that reads plain text."
@@ -195,9 +195,9 @@ class ConversationReward(ModelReward):
                 failures.append(error)
                 continue
             if self._PROBES[1] in text:
-                messages = self._messages(*self._PROBES)
-                warn_of_template(self._tokenizer, messages, variables)
-                self._rendering = dated(self._tokenizer, messages, variables)
+                others = {name: value for name, value in (variables or {}).items() if name not in arguments}
+                warn_of_template(self._tokenizer, self._messages(*self._PROBES), others)
+                self._rendering = dated(self._tokenizer, lambda text=text: text)
                 return
         if failures:
             raise failures[0]

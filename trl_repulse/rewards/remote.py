@@ -75,6 +75,11 @@ class RemoteReward:
     name: str = "RemoteReward"
     token_variable: str | None = None
 
+    @property
+    def required_columns(self) -> list[str]:
+        """Names of the columns that a call must get."""
+        return [] if self.label_column is None else [self.label_column]
+
     def __post_init__(self):
         self.urls = [check_url(url) for url in ([self.url] if isinstance(self.url, str) else self.url)]
         self._sent = 0  # number of requests, which decides the next server

@@ -31,12 +31,9 @@ from ._grpo_loss import GRPOLossTrainer
 class _HoldPolicy(TrainerCallback):
     """Drops the policy's gradient while the value model warms up: parameters without one are not touched at all."""
 
-    def __init__(self, trainer: "PPOTrainer"):
-        self._trainer = trainer
-
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step < args.value_warmup_steps:
-            self._trainer.model.zero_grad(set_to_none=True)
+            kwargs["model"].zero_grad(set_to_none=True)
 
 
 class PPOTrainer(GRPOLossTrainer):
@@ -124,7 +121,7 @@ class PPOTrainer(GRPOLossTrainer):
                     "`value_warmup_steps` does not work with DeepSpeed, which updates the policy as soon as its gradient "
                     "is complete; set it to 0 or use plain data parallelism (`distributed_type: MULTI_GPU`)."
                 )
-            self.add_callback(_HoldPolicy(self))
+            self.add_callback(_HoldPolicy())
 
     def _build_first(self, model, reward_funcs, args, quantization_config, peft_config):
         """Builds the value model before TRL loads the policy. Raises a `ValueError` if it shares weights with another model."""

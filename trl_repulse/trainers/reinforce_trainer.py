@@ -154,7 +154,7 @@ class ReinforceTrainer(BaseTrainer):
         return self._finish(self._loss(units, scores), units, scores)
 
     def _compare_engine(self, units: Units, scores: SetScores) -> None:
-        """Compares a vLLM engine's log-probabilities with the model's."""
+        """Logs how far a vLLM engine's log-probabilities are from the model's, if an engine drew. A collective call."""
         if units.own.engine_log_p is not None:
             self._logs_of_run.compare_engine(units.own, scores.of(OWN, units.own))
 
