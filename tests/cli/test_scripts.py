@@ -239,9 +239,13 @@ def test_the_place_of_an_error():
     def gives_nan(**kwargs):
         return [float("nan")]
 
+    def yields(**columns):
+        yield fails(**columns)
+
     line = fails.__code__.co_firstlineno + 1
     for function, words in (
         (fails, f"(char 1). Raised by the reward function 'mine'. In {__file__}, line {line}."),
+        (yields, f"(char 1). Raised by the reward function 'mine'. In {__file__}, line {line}."),
         (json.JSONDecoder, "got an unexpected keyword argument 'completions'. Raised by the reward function 'mine'."),
         (gives_nan, "or `None` to exclude the sample."),
     ):

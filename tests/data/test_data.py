@@ -175,6 +175,23 @@ def test_long_prompts_are_left_out(tokenizer):
         drop_long_prompts(prompts, tokenizer, 0)
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages }}"])
+def test_a_row_without_a_prompt_is_named_when_long_ones_are_left_out(tmp_path, template):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": null}\n')
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    rows = drop_long_prompts(load_prompts(tmp_path, streaming=True), tokenizer, 5)
+    with pytest.raises(ValueError, match="Row 2 of the prompts has an empty `prompt`; fill it in or drop the row"):
+        list(rows)
+
+
+def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"prompt": "the cat"}\n')
+    assert load_prompts("~/rows")["prompt"][:] == ["the cat"]
+
+
 def test_conversations_are_counted_in_their_template():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %} fish{% endif %}"

@@ -89,6 +89,12 @@ def test_each_row_is_rendered_as_it_is_alone(path, tmp_path, writer, change):
     assert json.dumps([row["about"] for row in found]) == json.dumps([each[1] for each in PROMPTS])
 
 
+@pytest.mark.parametrize("values", [[2.5, True], [2.5, 1], [1.0, 2]])
+def test_numbers_and_truth_values_stay_what_they_are(tmp_path, values):
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "a", "value": value} for value in values]))
+    assert repr(load_prompts(tmp_path / "p.json")["value"][:]) == repr(values)
+
+
 def test_lists_of_prompts(writer):
     assert rendered(writer, as_dataset(PROMPTS)["prompt"]) == rendered(writer, PROMPTS)
     assert rendered(writer, as_dataset(iter(PROMPTS))[:]["prompt"]) == rendered(writer, PROMPTS)

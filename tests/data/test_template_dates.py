@@ -14,8 +14,8 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import ChatReward
 
 from ..conftest import also_thorough, build_model, build_tokenizer
+from ..reward_models import CHAT_TEMPLATE, save_model
 from ..reward_models import build_tokenizer as build_reward_tokenizer
-from ..reward_models import save_model
 
 
 DATED = (
@@ -132,6 +132,27 @@ def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
         today(1)
         with pytest.raises(ValueError, match=r"rewards\..*\.rendering"):  # another text
             header_check([whole, sample("c", {"add_generation_prompt": True})])
+
+
+@pytest.mark.parametrize("kind", ["ChatReward", "path"])
+def test_samples_are_not_continued_with_another_template_of_a_judge(tmp_path, kind):
+    folder, model = tmp_path / "reward", build_model("gpt2", len(build_tokenizer()), 0)
+    tokenizer, judge = build_tokenizer(), build_reward_tokenizer("bos", CHAT_TEMPLATE)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    save_model(folder, "llama", judge)
+    settings = SamplingSettings(num_samples=1, max_completion_length=2)
+
+    def sample():
+        reward = str(folder) if kind == "path" else ChatReward(str(folder), device="cpu")
+        options = {"tokenizer": tokenizer, "progress": False}
+        return sample_completions(tmp_path / "a", model, MESSAGES, reward, settings, **options)
+
+    whole = sample()
+    assert sample().table.equals(whole.table)
+    judge.chat_template = CHAT_TEMPLATE + "bad"
+    judge.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"with another `rewards\..*\.rendering`"):
+        sample()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -149,6 +150,10 @@ def test_evaluate_refuses_before_it_samples(command, tmp_path, capsys, changes, 
     ("given", "message"),
     [
         ("prompts.jsonl", "`prompts` is the text 'prompts.jsonl'"),
+        (
+            Dataset.from_dict({"prompt": ["a"]}).to_pandas(),
+            "`prompts` is a table .DataFrame.; pass `Dataset.from_pandas",
+        ),
         ([{"prompt": "fish"}], "rows of a data set"),
         ({"train": ["fish"]}, "has several parts .'train'"),
     ],

@@ -247,6 +247,7 @@ def test_whole_texts(tmp_path, architecture, include_prompt):
     logits = [logits_of(model, tokenizer(text)["input_ids"] or [tokenizer.eos_token_id]) for text in texts]
     toxic = [row[2].item() for row in logits]
     close(reward(QUESTIONS, ANSWERS), toxic)
+    close(reward(QUESTIONS[::-1], ANSWERS[::-1]), toxic[::-1])  # an empty one may be first or last
     negated = ToxicityReward(folder, label=2, include_prompt=include_prompt, negate=True, **CPU)
     close(negated(QUESTIONS, ANSWERS), [-x for x in toxic])
     probabilities = [row.softmax(0)[2].item() for row in logits]

@@ -1,5 +1,6 @@
 """Reward functions from a user's own file."""
 
+import pickle
 import sys
 import textwrap
 
@@ -177,3 +178,53 @@ def test_a_file_may_import_modules_beside_it(tmp_path):
     load_reward_function(f"{tmp_path}/judge.py:reward")
     assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path)
     sys.path.remove(str(tmp_path))
+
+
+def test_files_in_different_folders_may_import_modules_of_one_name(tmp_path):
+    rewards = []
+    for value in ("1.0", "-5.0"):
+        folder = tmp_path / value
+        folder.mkdir()
+        (folder / "helpers_of_rewards.py").write_text(f"VALUE = {value}\n")
+        (folder / "judge.py").write_text(
+            "from helpers_of_rewards import VALUE\ndef judge(completions): return [VALUE]\n"
+        )
+        rewards.append(load_reward_function(f"{folder}/judge.py:judge"))
+        sys.path.remove(str(folder))
+    assert [reward(prompts=["a"], completions=["b"]) for reward in rewards] == [[1.0], [-5.0]]
+    assert sys.modules.pop("helpers_of_rewards").VALUE == 1.0
+
+
+def test_functions_of_one_file_share_its_module(tmp_path, load):
+    """So that what the file loads is loaded once, and its functions can be pickled."""
+    source = "model = object()\ndef reward(completions): return [id(model)] * 3\ndef judge(completions): return reward(completions)\n"
+    first, second = load(source), load(source, "judge")
+    assert call(first) == call(second) and pickle.loads(pickle.dumps(first._call)) is first._call
+    assert call(load(source.replace("id(model)", "7"))) == [7.0] * 3  # a file that has changed is run again
+
+
+def test_a_file_in_the_cache_of_the_hub(tmp_path):
+    """Which links to a file without a suffix."""
+    (tmp_path / "blob").write_text("def reward(completions): return [len(c) for c in completions]")
+    (tmp_path / "rewards.py").symlink_to(tmp_path / "blob")
+    assert call(load_reward_function(f"{tmp_path}/rewards.py:reward")) == [4.0, 0.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("completions, **columns", [4.0, -1.0, -1.0]), ("*args, **columns", [4.0, 0.0, 9.0])]
+)
+def test_decorated_functions(load, given, expected):
+    """A decorator gets the columns that it takes; one that passes everything on gets what the function takes."""
+    passed = "*args, **columns" if "args" in given else "completions"
+    source = f"""
+    import functools
+    def decorated(function):
+        @functools.wraps(function)
+        def wrapper({given}):
+            rewards = function({passed})
+            return [r if good else -1.0 for r, good in zip(rewards, columns.get("good", [True] * 3))]
+        return wrapper
+    @decorated
+    def reward(completions): return [len(c) for c in completions]
+    """
+    assert call(load(source), good=[True, False, False]) == expected

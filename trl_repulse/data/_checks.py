@@ -114,6 +114,10 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
         raise ValueError(
             f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
         )
+    if hasattr(prompts, "columns"):
+        raise ValueError(
+            f"`prompts` is a table ({type(prompts).__name__}); pass `Dataset.from_pandas(...)` of it, or its column of prompts."
+        )
     if not isinstance(prompts, Dataset | Mapping):
         prompts = prompts if isinstance(prompts, IterableDataset) else list(prompts)
         if any(isinstance(prompt, Mapping) for prompt in prompts):

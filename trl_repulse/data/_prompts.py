@@ -3,7 +3,7 @@
 import hashlib
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +207,7 @@ def _is_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     return not parts or any(part in text for part in parts)
 
 
-def dated(tokenizer: PreTrainedTokenizerBase, text: Callable[[], str]) -> dict[str, str]:
-    """`{"rendering": hash}` of a rendered conversation if the template can write a date, else nothing; part of a reward's description."""
-    if "strftime_now" not in str(tokenizer.chat_template):
-        return {}
-    return {"rendering": hashlib.sha256(text().encode()).hexdigest()}
+def rendering_hash(text: str) -> dict[str, str]:
+    """`{"rendering": SHA-256 of a conversation in a chat template}`: part of the description of a reward that reads conversations, which
+    changes with its template, and with the date in it."""
+    return {"rendering": hashlib.sha256(text.encode()).hexdigest()}

@@ -211,7 +211,7 @@ def _type_of(values: list[Any]) -> Any:
             return ExactJson()
         raise
     # Compared as text: 1 == 1.0, and objects with keys in another order are equal
-    exact = nested or {int, float} <= {*map(type, values)}
+    exact = nested or len({bool, int, float} & {*map(type, values)}) > 1
     if exact and any(repr(a) != repr(b) for a, b in zip(values, dataset["values"], strict=True)):
         return ExactJson()
     return dataset.features["values"]

@@ -13,7 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from ._checks import check_dataset
-from ._prompts import check_conversations, render
+from ._prompts import check_conversations, messages_fault, render
 from ._tables import check_names, columns_of, from_columns, read_csv, read_json
 
 
@@ -72,7 +72,8 @@ def load_prompts(
         dataset = _load_file(path, split, column)
         dataset = dataset.to_iterable_dataset() if streaming else dataset
     else:
-        dataset = _with_prompts(_load_by_name(name, path, config, split, streaming), column, name)
+        place = str(path) if path.is_dir() else name
+        dataset = _with_prompts(_load_by_name(place, path, config, split, streaming), column, name)
     dataset.info.dataset_name = path.name if path.is_file() else name  # by which reports know it
     if column == "Behavior" and CONTEXT in (dataset.column_names or ()):
         dataset = dataset.map(lambda row: {"prompt": in_context(row["prompt"], row[CONTEXT])})
@@ -117,6 +118,8 @@ def drop_long_prompts(
 
     def fits(row: dict[str, Any], index: int) -> bool:
         prompt, plain = row["prompt"], isinstance(row["prompt"], str)
+        if fault := messages_fault(prompt):
+            raise ValueError(f"Row {index + 1} of the prompts {fault}.")
         text = prompt if plain else render(tokenizer, prompt, f"Row {index + 1} of the prompts", chat_template_kwargs)
         return len(tokenizer(text, add_special_tokens=plain)["input_ids"]) <= max_length  # a template adds them
 

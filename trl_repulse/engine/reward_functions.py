@@ -112,6 +112,7 @@ def with_checks(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def checked_at_once(completions: list[Any], **columns: Any) -> list[float | None]:
         with _naming(name):
             result = function(completions=_copied(completions), **_copied(columns))
+            result = list(result) if inspect.isgenerator(result) else result
         return read_rewards(result, where, len(completions))
 
     async def checked_later(completions: list[Any], **columns: Any) -> list[float | None]:

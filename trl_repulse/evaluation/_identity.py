@@ -69,8 +69,9 @@ def identify_reward(reward: Any) -> dict[str, Any]:
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):
         rendering = reward._rendering
+        is_dated = rendering and "strftime_now" in str(reward._tokenizer.chat_template)
         # The rendered text stands for the variables of a chat template
-        left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if rendering else [])}
+        left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if is_dated else [])}
         arguments = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in left_out}
         return {
             "name": reward.model,

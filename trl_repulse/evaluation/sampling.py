@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from ..configs._checks import check_choices, require, require_at_least, require_finite
 from ..data._checks import as_dataset, check_prompt_lengths
-from ..data._prompts import check_template_variables, dated, render, warn_of_template
+from ..data._prompts import check_template_variables, render, rendering_hash, warn_of_template
 from ..data._texts import completion_texts
 from ..generation._probe import Guard, probe_shared
 from ..generation.completions import tokenize
@@ -366,11 +366,12 @@ def _functions(
         description = identify_reward(reward)
         if isinstance(reward, str):
             tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
-        if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
-            options = tokenizer, prompt, "A conversation", settings.chat_template_kwargs
-            warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
-            description |= dated(tokenizer, lambda options=options: render(*options, add_generation_prompt=False))
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
+        if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
+            warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
+            answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+            where = f"A prompt with its completion, as the reward model '{name}' reads it,"
+            description |= rendering_hash(render(tokenizer, answered, where, settings.chat_template_kwargs, False))
         if name in functions:
             raise ValueError(f"Two rewards have the name '{name}'; set the `__name__` or `name` of one.")
         functions[name] = (function, description)

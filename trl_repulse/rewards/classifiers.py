@@ -71,7 +71,7 @@ class ClassifierReward(ModelReward):
             end = self._tokenizer.eos_token_id
             if end is None:
                 raise ValueError(f"`{self.model}` has no token for an empty text; set the tokenizer's `eos_token`.")
-            row = {"input_ids": [end], "attention_mask": [1]}
+            row = {"input_ids": [end], "attention_mask": [1]} | {key: [0] for key in row if key == "token_type_ids"}
         return row
 
     def _truncate(self, max_length: int | None) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Rewards from a function in a user's Python file."""
 
+import hashlib
 import importlib.util
 import inspect
-import re
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,9 @@ class FunctionReward:
     """A function in a Python file as a reward; made by [`load_reward_function`]."""
 
     def __init__(self, path: str | Path, function: str, label_column: str | None = None):
-        self.path = Path(path).expanduser().resolve()
+        path = Path(path).expanduser().absolute()
+        real = path.resolve()
+        self.path = real if real.suffix == ".py" else path  # the Hub's cache links to files without a suffix
         self.function = self.__name__ = function
         self.label_column = label_column
         self._load()
@@ -43,7 +46,11 @@ class FunctionReward:
                 f"`{self.function}` in `{self.path}` is asynchronous; import it and give it to the trainer itself."
             )
         self._call = function
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        if all(
+            p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+        ):  # a decorator that passes everything on
+            parameters = inspect.signature(function).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._names = {p.name for p in named}
@@ -125,14 +132,28 @@ def load_reward_function(spec: str, label_column: str | None = None) -> Function
     return FunctionReward(path, function, label_column)
 
 
+def _is_of_users(name: str, folder: Path) -> bool:
+    """Whether a loaded module is a file of a user's in another folder, and not of an installed library."""
+    file = Path(getattr(sys.modules[name], "__file__", None) or folder / name)
+    installed = (Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return file.parent != folder and not any(path in file.parents for path in installed)
+
+
 def _run(path: Path) -> ModuleType:
-    """Runs a file as a module. Its folder is on the path, as in a script. Raises a `ValueError` if that fails."""
+    """Runs a file as a module, once unless it changes. Its folder is on the path, as in a script, and what it imports from there is not
+    taken from another folder. Raises a `ValueError` if it cannot be run."""
     if not path.is_file():
         raise ValueError(f"There is no file `{path}`; give the path of a Python file with a reward function.")
-    name = "_trl_repulse_reward_" + re.sub(r"\W", "_", str(path))
+    name = "_trl_repulse_reward_" + hashlib.sha256(f"{path} ".encode() + path.read_bytes()).hexdigest()
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
+    beside = {file.stem for file in path.parent.glob("*.py")}
+    namesakes = {
+        each: sys.modules.pop(each) for each in beside & sys.modules.keys() if _is_of_users(each, path.parent)
+    }
     sys.path.insert(0, str(path.parent))  # for modules beside it, as Python does for a script
     try:
         spec.loader.exec_module(module)
@@ -140,6 +161,7 @@ def _run(path: Path) -> ModuleType:
         del sys.modules[name]
         raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); fix it first.") from error
     finally:
+        sys.modules.update(namesakes)
         sys.path.remove(str(path.parent))
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # for imports inside its functions, behind all others

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel
 
 from ..configs._checks import check_choices, require, require_at_least
-from ..data._prompts import check_template_variables, dated, warn_of_template
+from ..data._prompts import check_template_variables, rendering_hash, warn_of_template
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_tokens
 from ._texts import Messages, as_messages, in_parts, whole_text
@@ -197,7 +197,7 @@ class ConversationReward(ModelReward):
             if self._PROBES[1] in text:
                 others = {name: value for name, value in (variables or {}).items() if name not in arguments}
                 warn_of_template(self._tokenizer, self._messages(*self._PROBES), others)
-                self._rendering = dated(self._tokenizer, lambda text=text: text)
+                self._rendering = rendering_hash(text)
                 return
         if failures:
             raise failures[0]
