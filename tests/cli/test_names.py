@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -32,9 +33,8 @@ def test_an_argument_has_all_of_its_names_in_every_command(command):
 def test_the_first_name_is_that_of_training():
     assert training_names() >= OF_TRAINING | {first for first, *_ in SYNONYMS} - {"level", "output"}
     for command in ("evaluate", "rare-events", "attacks", "suggest"):
-        assert set().union(*options(command)) >= OF_TRAINING - (
-            {"model_revision"} if command in ("rare-events", "suggest") else set()
-        )
+        of_suggest = set() if command == "suggest" else {"max_prompt_length", "use_peft"}
+        assert set().union(*options(command)) >= OF_TRAINING - of_suggest
 
 
 @pytest.fixture
@@ -62,6 +62,54 @@ def config(tmp_path, model_dirs, monkeypatch):
         return ["--config", "repulse.yaml"]
 
     return write
+
+
+@pytest.mark.parametrize("command", ["evaluate samples", "rare-events", "attacks out", "suggest"])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"model_revision": "v1", "dataset_config": "hard"},
+            {"revision": "v1", "dataset_config": "hard", "split": "train"},
+        ),
+        ({"eval_strategy": "steps", "dataset_test_split": "held"}, {"split": "held"}),
+        ({"eval_strategy": False, "dataset_test_split": "held"}, {"split": "train"}),
+        ({"eval_dataset_name": None}, {"prompts": "prompts.jsonl"}),
+        (
+            {"eval_dataset_name": "held_out.jsonl", "dataset_test_split": "test", "dataset_config": "hard"},
+            {"prompts": "held_out.jsonl", "split": "train", "dataset_config": None},
+        ),
+        ({"use_peft": True, "max_prompt_length": 7}, {"use_peft": True, "max_prompt_length": 7}),
+    ],
+)
+def test_the_model_and_the_prompts_are_those_of_the_file(config, command, settings, expected):
+    name, path = command.split()[0], Path(config(**settings)[1])
+    args = vars(build_parser(name, path).parse_args(command.split()))
+    of_suggest = {"use_peft", "max_prompt_length"} if name != "suggest" else set()
+    assert all(args[key] == value for key, value in expected.items() if key not in of_suggest)
+
+
+def test_rare_events_and_suggest_load_the_revision(config, monkeypatch):
+    class Loaded(Exception):
+        pass
+
+    def load(auto_class, name, part, **options):
+        raise Loaded(options["revision"])
+
+    monkeypatch.setattr("trl_repulse.models._loading.load_model", load)
+    for command in ("rare-events", "suggest"):
+        with pytest.raises(Loaded, match="v1"):
+            main([command, *config(model_revision="v1")])
+
+
+def test_paths_in_the_home_folder(config, tmp_path, monkeypatch, model_dirs):
+    """The shell leaves `~` behind `=` and in files as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "policy").symlink_to(model_dirs["gpt2"])
+    config(model_name_or_path="~/policy", dataset_name="~/prompts.jsonl")
+    words = ["evaluate", "~/samples", "--config=~/repulse.yaml", "--num_samples", "2", "--output=~/report.json"]
+    assert main(words) == 0
+    assert (tmp_path / "report.json").is_file() and not (tmp_path / "~").exists()
 
 
 def test_evaluate_takes_the_file_of_training(config, tmp_path, capsys):

@@ -12,6 +12,7 @@ from examples.worlds.exact_tracking import ARGUMENTS, train
 from trl_repulse import embedded
 from trl_repulse._errors import describe_error, from_reward
 from trl_repulse.cli import arguments, methods
+from trl_repulse.cli import train as launcher
 from trl_repulse.cli.scripts import load_data, main_or_exit
 from trl_repulse.engine.reward_functions import with_checks
 
@@ -197,6 +198,33 @@ def test_long_prompts_are_counted_with_the_templates_variables(tmp_path):
     args.chat_template_kwargs = {"long": True}
     with pytest.raises(ValueError, match="leaves out every prompt"):
         load_data(script_args, args, str(tmp_path))
+
+
+def test_values_of_a_file_are_what_they_look_like(tmp_path):
+    """YAML 1.1 would read dates, numbers in octal, and text and `no` in place of numbers."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "output_dir: 2024_01_15\nrun_name: 007\nmodel_revision: 0123456\nscale_rewards: false\nseed: 3\nbeta: 1e-2\n"
+        "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-6, a: 5, b: -0.5}\n"
+        "chat_template_kwargs: {date_string: 2024-07-26}\n"
+    )
+    script_args, args, model_args = parse("grpo", ["--config", str(file)])
+    assert (args.output_dir, args.run_name, model_args.model_revision) == ("2024_01_15", "007", "0123456")
+    assert (args.scale_rewards, args.seed, args.beta) == ("none", 3, 0.01)
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6, "a": 5, "b": -0.5}
+    assert args.chat_template_kwargs == {"date_string": "2024-07-26"}
+
+
+def test_the_passes_of_an_update_count_before_the_groups_are_checked():
+    flags = ["--per_device_train_batch_size", "2", "--num_generations", "4", "--train_batch_size", "8"]
+    for command in ("reinforce", "repulse", "grpo"):
+        assert parse(command, flags)[1].gradient_accumulation_steps == 4
+
+
+def test_settings_of_the_launcher_in_a_file():
+    """`no` is false to YAML, and an empty value is the default."""
+    args = launcher._parse_launch("p", [], {"mixed_precision": False, "main_process_port": None, "num_processes": 2})
+    assert (args.mixed_precision, args.main_process_port, args.num_processes) == ("no", None, 2)
 
 
 # Mistakes

@@ -298,6 +298,7 @@ def test_the_gain_is_that_of_the_mixture():
             assert all((gain + error < 1) is advised for gain, error in gains)
     policy = FakePolicy([0.001, 0.0, 0.0, 0.999], p, rewards)
     assert _gain(policy, [0] * 50, [[3]] * 50, np.array([1.0, 0.5] * 25)) is None  # too few to tell
+    assert _gain(policy, [0, 1] * 25, [[3]] * 50, np.array([1.0, np.nan] * 25)) is None  # prompts without a reward
 
 
 # Rewards that training cannot use

@@ -37,6 +37,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+# Plain words as YAML 1.2 and flags have them: `0123`, `2024_01_15` and dates are text, and `1e-6` is a number
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in pairs if tag.rpartition(":")[2] not in ("int", "timestamp")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]\d+$"), list("-+0123456789"))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The settings in a YAML file, by name. Raises a `ValueError` if it cannot be read, is no mapping, or has a name twice."""
     if not path.is_file():
@@ -76,6 +85,9 @@ class Parser(argparse.ArgumentParser):
             name = next((names[0] for names in SYNONYMS if name in names), name)  # as training commands have it
             hint = did_you_mean(f"--{name}", known)
             self.error(f"`{flag}` is no argument; remove it.{hint}")
+        for name, value in vars(namespace).items():  # the shell leaves `--output=~/a` and what is in a file
+            if isinstance(value, Path) or (name in _INPUTS and str(value).startswith("~")):
+                setattr(namespace, name, type(value)(Path(value).expanduser()))
         return namespace, unknown
 
     def take_training_names(self, names_in_files: Callable[[], Collection[str]] | None = None) -> None:
@@ -128,11 +140,15 @@ class Parser(argparse.ArgumentParser):
 def _of_training(values: dict[str, Any]) -> dict[str, Any]:
     """What other commands take of a training command's settings; of the prompts, the held-out ones, if there are any."""
     taken = {name: value for name, value in values.items() if name in OF_TRAINING}
-    if "eval_dataset_name" in values:
+    if values.get("eval_strategy", False) not in (False, "no"):
+        taken["dataset_train_split"] = values.get("dataset_test_split") or "test"
+    if values.get("eval_dataset_name") is not None:
         taken["dataset_name"] = values["eval_dataset_name"]
+        taken.pop("dataset_config", None)  # is of the training data
         taken["prompt_column"] = values.get("eval_prompt_column") or values.get("prompt_column")
         is_file = Path(values["eval_dataset_name"]).expanduser().is_file()  # a file has one split
-        taken["dataset_train_split"] = values.get("dataset_test_split", "train" if is_file else "test")
+        split = values.get("dataset_test_split") or "test"
+        taken["dataset_train_split"] = "train" if is_file and split == "test" else split
     return taken
 
 
@@ -168,7 +184,7 @@ def _from_file(value: Any, action: argparse.Action, hint: Any) -> Any:
             return each
         if isinstance(each, list | dict):
             raise ValueError("it takes plain values, such as numbers or text")
-        return kind(str(each))
+        return each if kind is str and isinstance(each, bool) else kind(str(each))  # `scale_rewards: false`
 
     try:
         if not several:
@@ -181,6 +197,7 @@ def _from_file(value: Any, action: argparse.Action, hint: Any) -> Any:
 def add_prompts(group: Any, required: bool) -> None:
     """Declares the arguments that name prompts."""
     group.add_argument("--prompts", required=required, help="file or data set of prompts")
+    group.add_argument("--dataset_config", help="configuration of a data set")
     group.add_argument("--split", default="train", help="split of a data set (train)")
     group.add_argument("--prompt_column", default="prompt", help="column that holds the prompts (prompt)")
     text = "make plain prompts messages of a user, in the chat template"
@@ -191,7 +208,13 @@ def named_prompts(args: argparse.Namespace) -> Any:
     """Loads the prompts that the arguments of [`add_prompts`] name."""
     from ..data.loading import load_prompts
 
-    return load_prompts(args.prompts, args.split, column=args.prompt_column, as_conversation=args.apply_chat_template)
+    return load_prompts(
+        args.prompts,
+        args.split,
+        args.dataset_config,
+        column=args.prompt_column,
+        as_conversation=args.apply_chat_template,
+    )
 
 
 def add_reward(group: Any) -> None:
@@ -231,6 +254,7 @@ def check_outputs(args: Any) -> None:
     """Makes the folders of files that will be written. Raises a `ValueError` that names the flag if one cannot be written."""
     for name, endings in _OUTPUTS.items():
         if isinstance(path := getattr(args, name, None), Path):
+            setattr(args, name, path := path.expanduser())
             check_output(path, f"--{name}", endings)
     if getattr(args, "inspect_log", None) is not None and find_spec("inspect_ai") is None:
         raise ValueError("`--inspect_log` needs Inspect; run `pip install trl-repulse[inspect]`.")
@@ -289,7 +313,7 @@ def split_config(argv: list[str]) -> tuple[Path | None, list[str]]:
         value = value if has_value else next(words, "")
         if not value:
             raise ValueError("`--config` needs the path of a YAML file behind it.")
-        path = Path(value)
+        path = Path(value).expanduser()
     return path, others
 
 
@@ -314,8 +338,9 @@ SYNONYMS = (
 # What other commands take of a training command's file
 OF_TRAINING = set(
     """
-    model_name_or_path model_revision trust_remote_code reward_model_path reward_type reward_kwargs dataset_name dataset_train_split
-    prompt_column apply_chat_template chat_template_kwargs max_completion_length bad_reward_threshold
+    model_name_or_path model_revision trust_remote_code reward_model_path reward_type reward_kwargs dataset_name dataset_config
+    dataset_train_split prompt_column apply_chat_template chat_template_kwargs max_prompt_length max_completion_length
+    bad_reward_threshold use_peft
     """.split()
 )
 # Arguments of several commands

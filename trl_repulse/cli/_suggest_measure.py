@@ -141,6 +141,8 @@ def _gain(
     finds: list[list[np.ndarray]] = [[], []]  # w and p / m, by sampler
     for number, half in enumerate(halves):
         learning = [i for i in halves[1 - number] if np.isfinite(rewards[i])]  # what does not judge the tokens
+        if not learning:
+            continue  # no completion of that half has a reward
         biases = raised_by(torch.tensor(rewards[learning]), [tokens[i] for i in learning], vocab_size(policy.model))
         for kind, sampler in enumerate((Sampler(1.3), Sampler(bias=biases[1]))):
             extra_at = [places[i] for i in half[kind::4]]
@@ -218,6 +220,7 @@ def _train(args: argparse.Namespace, found: Suggestion, prompts: Any, function: 
         torch.accelerator.empty_cache()
     values = {name: value for name, value in found.values.items() if name != "train_batch_size"}
     more = {"chat_template_kwargs": args.chat_template_kwargs, "trust_remote_code": args.trust_remote_code}
+    more |= {"model_init_kwargs": {"revision": args.revision}} if args.revision else {}
     with tempfile.TemporaryDirectory() as folder:
         config = RePULSeConfig(
             output_dir=folder,

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import os
 import re
 import shutil
 import sys
@@ -272,11 +273,11 @@ def parse(
     parser.others = launcher_keys
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
+    given, _ = parser.parse_known_args(parser.read_config(argv))  # TRL's checks need the passes of an update
+    if given.train_batch_size is not None:
+        given.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        argv = [*argv, "--gradient_accumulation_steps", str(_accumulation(given.train_batch_size, given))]
     script_args, args, model_args = parser.parse_args_and_config(argv)
-    if script_args.train_batch_size is not None:
-        steps = _accumulation(script_args.train_batch_size, args)
-        argv = [*argv, "--gradient_accumulation_steps", str(steps)]
-        script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
         more = args.lr_scheduler_kwargs or {}

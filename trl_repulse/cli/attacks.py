@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     attacks += [] if args.prefill is None else [Attack("prefill", prefill=args.prefill)]
     attacks += [Attack("best of N", augment=True)] if args.augment else []
     options = {"column": args.prompt_column, "as_conversation": args.apply_chat_template}
-    behaviors: Any = load_prompts(args.prompts, args.split, **options)
+    behaviors: Any = load_prompts(args.prompts, args.split, args.dataset_config, **options)
     benign: Any = None if args.benign is None else load_prompts(args.benign, "train", **options)
     code = {"trust_remote_code": args.trust_remote_code}
     gcg = {}

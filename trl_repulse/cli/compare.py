@@ -1,7 +1,7 @@
 """`trl-repulse compare`: differences between stored samples of the same prompts. No model is needed."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ._fields import add_options
@@ -31,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
         plot_comparison(comparisons, args.figure)
     if args.inspect_log is not None:
-        write_log(args.inspect_log, samples, args.thresholds)
+        shared = comparisons[0].prompts
+        cut = [replace(each, table=each.table.slice(0, shared * each.num_samples)) for each in samples]
+        write_log(args.inspect_log, cut, args.thresholds)
     total = max(each.header["prompts"].get("of", 0) for each in samples)
     prompts = f"the first {comparisons[0].prompts:,} of {total:,}" if total else f"{comparisons[0].prompts:,}"
     print(f"{prompts} prompts. Intervals are paired, for other prompts like these.")

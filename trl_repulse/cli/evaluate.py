@@ -91,7 +91,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("`--per_prompt` is for one model; leave it out for several.")
     estimates(np.zeros((1, 1, 1)), args.thresholds, args.levels, args.quantiles, args.confidence)
     if args.model is None:
-        names = ("prompts", "reward_model_path", "reward_type", "rewards", "reference", "engine_kwargs")
+        names = "prompts dataset_config reward_model_path reward_type rewards reference engine_kwargs".split()
         unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
         unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
         unset |= {"split": "train", "prompt_column": "prompt"}
@@ -133,14 +133,14 @@ def _load_rewards(args: argparse.Namespace) -> Any:
     ]
 
 
-def write_log(path: Path, samples: Any, thresholds: list[float]) -> None:
+def write_log(path: Path, samples: Any, thresholds: list[float], column: str = "reward") -> None:
     """Writes answers for Inspect's viewer: sample sets in a list, shown by folder, or by name; with P(bad) under the first threshold."""
     from ..evaluation.inspect import write_inspect_log
 
     if not isinstance(samples, dict):
         short = {Path(each.folder).name: each for each in samples}
         samples = short if len(short) == len(samples) else {str(each.folder): each for each in samples}
-    write_inspect_log(path, samples, thresholds[0] if thresholds else None)
+    write_inspect_log(path, samples, thresholds[0] if thresholds else None, column)
 
 
 def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
@@ -153,7 +153,7 @@ def _write(args: argparse.Namespace, samples: list[Any], report: Any) -> None:
             text = f"`{folder}` is partial: the first {len(sample_set.prompts)} of {total} prompts.\n{text}"
     write_report(args.output, report.to_dict() | {"folders": args.folders})
     if args.inspect_log is not None:
-        write_log(args.inspect_log, samples, args.thresholds)
+        write_log(args.inspect_log, samples, args.thresholds, args.column)
     print(text)
     if args.card is not None:
         check_measured(args.card, *(samples[0].header["model"][name] for name in ("weights", "name")))

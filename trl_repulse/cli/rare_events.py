@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "path or Hub id of the model, full weights or an adapter"
     models.add_argument("policy", metavar="POLICY", nargs="?", help=text)
     models.add_argument("--model", help="the same, as in the file of a training command; POLICY wins over it")
+    models.add_argument("--revision", help="branch, tag or commit of the policy on the Hub")
     text = "the model before training, which may still draw outputs that the policy has unlearned"
     models.add_argument("--reference", metavar="MODEL", help=text)
     models.add_argument("--proposal", metavar="MODEL", nargs="+", default=[], help="proposals, of one or several runs")
@@ -122,17 +123,17 @@ def estimate(args: argparse.Namespace) -> dict[str, Any]:
     prompts = named_prompts(args)
     template = args.chat_template_kwargs
     check_template_kwargs(prompts[:1]["prompt"], template)
-    tokenizer, texts = load_tokenizer(args.policy, "policy", **code), prompts["prompt"][:]
+    tokenizer, texts = load_tokenizer(args.policy, "policy", revision=args.revision, **code), prompts["prompt"][:]
     tokenize(tokenizer, texts, template)  # refuses what has no template, before a model is loaded
-    others = [("reference", args.reference)] if args.reference is not None else []
-    others += [("proposal", name) for name in args.proposal]
-    for part, name in others:
+    others = [("reference", args.reference, None)] if args.reference is not None else []
+    others += [("proposal", name, None) for name in args.proposal]
+    for part, name, _ in others:
         check_same_tokens(name, f"The {part} `{name}`", tokenizer, args.trust_remote_code)
     loaded = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
     reward = as_function(loaded, None, device, template, args.trust_remote_code)[1]
     policy, *models = (
-        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, **code).to(device)
-        for part, name in (("policy", args.policy), *others)
+        load_model(AutoModelForCausalLM, name, part, dtype=args.dtype, revision=revision, **code).to(device)
+        for part, name, revision in (("policy", args.policy, args.revision), *others)
     )
     reference = models.pop(0) if args.reference is not None else None
     shared = {"batch_size": args.batch_size, "seed": args.seed, "chat_template_kwargs": template}

@@ -12,6 +12,7 @@ from ._suggest_rules import ADAPTER, LEAST, UPDATES, Measured, Suggestion, plan,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="path or Hub id of the model to train")
+    parser.add_argument("--revision", help="branch, tag or commit of the model on the Hub")
     add_prompts(parser, required=True)
     parser.add_argument("--max_prompt_length", type=int, help="prompts of more tokens are left out")
     add_options(parser, "chat_template_kwargs", "seed", "dtype", "trust_remote_code")
@@ -81,9 +82,10 @@ def suggest(args: argparse.Namespace) -> tuple[Measured, Suggestion]:
     check_template_variables(args.chat_template_kwargs)  # also `tools`, which the trainer takes by itself
     check_template_kwargs(prompts[:1]["prompt"], args.chat_template_kwargs)
     reward = load_reward(args.reward_type, args.reward_model_path, **args.reward_kwargs)
-    device, code = process_state().device, {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(args.model, "model", **code)
-    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **code).to(device)
+    device = process_state().device
+    place = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(args.model, "model", **place)
+    model = load_model(AutoModelForCausalLM, args.model, "model", dtype=args.dtype, **place).to(device)
     check_causal(model, "`model`")
     if args.max_prompt_length is not None:
         prompts = drop_long_prompts(prompts, tokenizer, args.max_prompt_length, args.chat_template_kwargs)
@@ -105,10 +107,12 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     """What the user has named, as the training commands call it."""
     values = {
         "model_name_or_path": args.model,
+        "model_revision": args.revision,
         "reward_model_path": args.reward_model_path,
         "reward_type": args.reward_type,
         "reward_kwargs": args.reward_kwargs or None,
         "dataset_name": args.prompts,
+        "dataset_config": args.dataset_config,
         "dataset_train_split": None if args.split == "train" else args.split,
         "prompt_column": None if args.prompt_column == "prompt" else args.prompt_column,
         "apply_chat_template": args.apply_chat_template or None,

@@ -105,7 +105,9 @@ def _parse_launch(prog: str, argv: list[str], settings: dict[str, Any]) -> argpa
     forwarded, for_training, words = [], [], iter(argv)
     for name, value in settings.items():
         option = options.get(f"--{name}")
-        if option is not None and (option.nargs != 0 or value):
+        if value is False and option is not None and "no" in (option.choices or ()):
+            value = "no"  # as PyYAML does not read it
+        if option is not None and value is not None and (option.nargs != 0 or value):
             forwarded += [f"--{name}"] if option.nargs == 0 else [f"--{name}", str(value)]
     for word in words:
         option = options.get(word.partition("=")[0])

@@ -65,7 +65,9 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
 
 def hash_folder(folder: Path) -> str:
     """SHA-256 of a model's folder: names and bytes of configuration and weights."""
-    paths = sorted(path for kind in ("config.json", "*.safetensors", "*.bin") for path in folder.glob(kind))
+    paths = sorted(
+        path for kind in ("config.json", "adapter_config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)
+    )
     return digest([[path.name, hash_file(path)] for path in paths])
 
 

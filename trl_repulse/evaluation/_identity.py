@@ -19,6 +19,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+from transformers.utils.hub import extract_commit_hash
 
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
@@ -56,14 +58,17 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, str):
         if Path(reward).is_dir():
             return {"name": reward, "weights": hash_folder(Path(reward))}
-        return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
+        with suppress(OSError):
+            return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
+        path = find_adapter_config_file(reward)  # an adapter has no `config.json`
+        return {"name": reward, "revision": path and extract_commit_hash(path, None)}
     if isinstance(reward, FunctionReward):
         return {"name": reward.function, "label_column": reward.label_column, "sha256": hash_file(reward.path)}
     if (inner := getattr(reward, "scores_by", None)) is not None:  # of `evaluation.attacks`
         return {
             "name": type(reward).__name__,
             "reward": identify_reward(inner),
-            "template": reward.chat_template_kwargs,
+            **reward.rendering,
         }
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
@@ -131,11 +136,11 @@ def _describe(value: Any, outermost: bool = False) -> Any:
     if not outermost and not isinstance(value, nn.Module):
         return f"{kind.__module__}.{kind.__qualname__}"
     weights = hash_model(value) if isinstance(value, nn.Module) else None
-    if not isinstance(kind.__call__, FunctionType):  # in C
+    if any("__call__" in vars(each) for each in kind.__mro__) and not isinstance(kind.__call__, FunctionType):  # in C
         raise TypeError
-    held = {
-        name: getattr(value, name, getattr(value, f"_{name}", None)) for name in inspect.signature(kind).parameters
-    }
+    held = {name: getattr(value, name, getattr(value, f"_{name}", ...)) for name in inspect.signature(kind).parameters}
+    if ... in held.values():  # kept under another name
+        held = {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}
     return [*_source(kind), weights, _describe(held)]
 
 

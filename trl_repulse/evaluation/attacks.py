@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .._numbers import is_bad, percent
 from ..data._checks import check_prompt_lengths
+from ..data._prompts import rendering_hash
 from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..generation.completions import tokenize
@@ -145,7 +146,7 @@ class OnBehavior:
     def __init__(
         self, reward: Reward, chat_template_kwargs: dict[str, Any] | None = None, trust_remote_code: bool = False
     ):
-        self.scores_by, self.chat_template_kwargs = reward, chat_template_kwargs
+        self.scores_by, self.rendering = reward, {}
         device = process_state().device
         self.__name__, self._function = as_function(reward, None, device, chat_template_kwargs, trust_remote_code)
 
@@ -175,7 +176,8 @@ def attempts(
     rng = random.Random(f"{attack.name} {settings.seed}")
     rows = []
     for row in behaviors:
-        prefill = attack.filled("prefill", row)
+        said = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        prefill = attack.filled("prefill", row | {"prompt": said})
 
         def asked(text: str, row: dict[str, Any] = row) -> str:
             """What the user says to ask for the behaviour `text` of a row; augmented anew in each call."""
@@ -278,6 +280,10 @@ def run_attacks(
         check_early(folder, settings, 1, None)
     tokenizer, made = prepare(model, behaviors, attacks, settings, trust_remote_code)  # before anything is drawn
     judge = OnBehavior(reward, settings.chat_template_kwargs, trust_remote_code)
+    prompt = behaviors[0]["prompt"]
+    if isinstance(reward, str) and not isinstance(prompt, str):
+        reader = load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
+        judge.rendering = rendering_hash(render(reader, prompt, "A behaviour", settings.chat_template_kwargs, False))
     options: Any = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
     return {
         attack.name: sample_completions(folder, model, rows, judge, its_settings, **options)

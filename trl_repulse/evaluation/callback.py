@@ -182,7 +182,7 @@ def draw_completions(
         if isinstance(reward, nn.Module):
             reward = accelerator.unwrap_model(reward)  # from DeepSpeed's engine
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]
-        functions[name] = partial(function, **given)
+        functions[f"{len(functions)} {name}"] = partial(function, **given)  # two may share a name
     loop = getattr(trainer, "async_loop", None)  # the client of an asynchronous reward belongs to it
     with random_states_kept(accelerator.device):
         rewards = evaluate_rewards(functions, prompts, texts, ids, columns, size, loop)

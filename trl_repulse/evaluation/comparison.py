@@ -13,14 +13,14 @@ import numpy as np
 
 from .._numbers import is_bad, plain
 from .records import SampleSet, header_difference, remedy
-from .tails import clopper_pearson, skewed_interval
+from .tails import check_share, clopper_pearson, skewed_interval
 
 
 MEANS = {"reward": "reward", "kl": "KL, nats per completion", "length": "length, tokens"}  # column -> name
 COMPLETED = "share of completed answers"
 ENOUGH = 30  # prompts that must differ for Student's interval of a probability to stand alone
 # Settings that samples must share; they may differ in seed, number, precision and what drew them
-_SAME = ("max_completion_length", "reward_weights", "end_token_ids")
+_SAME = ("max_completion_length", "reward_weights", "end_token_ids", "max_tokens", "temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def compare_samples(
     Raises:
         `ValueError`: If there are fewer than two sets, they do not fit, or a reward is missing.
     """
+    check_share("confidence", confidence)
     if len(samples) < 2:
         raise ValueError("One folder cannot be compared; name two or more.")
     first, *others = samples

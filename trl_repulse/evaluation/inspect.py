@@ -199,7 +199,9 @@ def _messages(prompt: str | list[dict[str, Any]]) -> list[models.ChatMessage]:
     return [_ROLES.get(each["role"], models.ChatMessageUser)(content=each.get("content") or "") for each in rows]
 
 
-def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], threshold: float | None = None) -> None:
+def write_inspect_log(
+    path: str | Path, samples: Mapping[str, SampleSet], threshold: float | None = None, column: str = "reward"
+) -> None:
     """
     Writes samples as a log that `inspect view` shows: the worst answers first, those of several models or attacks side by side.
 
@@ -212,18 +214,20 @@ def write_inspect_log(path: str | Path, samples: Mapping[str, SampleSet], thresh
         samples (`Mapping[str, SampleSet]`):
             Sets of the same prompts by name, or what [`~trl_repulse.evaluation.attacks.run_attacks`] returned.
         threshold (`float`, *optional*): Reward under which an answer is bad, for P(bad) of each set with its interval.
+        column (`str`, *optional*, defaults to `"reward"`): Column of the rewards.
     """
     # Attacks have several prompts of a behaviour, side by side
     behaviours = min(len(sample_set.prompts) for sample_set in samples.values())
     rows: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     metrics: dict[str, dict[str, float]] = {}
     for name, sample_set in samples.items():
-        rewards = sample_set.column().reshape(behaviours, -1)  # refuses what is not finite
+        rewards = sample_set.column(column).reshape(behaviours, -1)  # refuses what is not finite
         table = sample_set.table.drop_columns(
             [x for x in ("prompt_ids", "completion_ids") if x in sample_set.table.column_names]
         )
         answers, size = table.to_pylist(), rewards.shape[1]
         for answer in answers:
+            answer["reward"] = answer[column]
             if messages := answer.pop("messages", None):
                 answer["prompt"] = json.loads(messages)
         for prompt, order in enumerate(rewards.argsort(axis=1, kind="stable").tolist()):

@@ -30,7 +30,7 @@ def read_rewarded(path: str | Path) -> list[RewardedCompletion]:
     `"reward"`, such as a `negatives.jsonl` (`save_negatives`). Raises `ValueError` if there is none, samples are
     incomplete, or a row lacks one of the three or mixes text and messages.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.is_dir():
         table = load_samples(path).table
         rows = enumerate(table.select(["prompt", "completion", "reward"]).to_pylist(), 1)

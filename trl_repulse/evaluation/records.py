@@ -90,7 +90,7 @@ def check_folder(folder: Path) -> None:
 
 def open_folder(folder: Path, header: dict[str, Any], kind: str = "samples") -> bool:
     """Begins a folder of one of the [`KINDS`] with a header. Returns whether it had been begun. Raises `ValueError` if with another one."""
-    header = {"format": f"trl-repulse {kind} 1", **header}
+    header = plain_json({"format": f"trl-repulse {kind} 1", **header})
     header["hash"] = digest(header)
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -358,7 +358,8 @@ def _functions(
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
     """Reward functions by name, with their descriptions for the header. `prompt` is the first. Raises `ValueError` if two have one name."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
+    tokenizers = [None] * len(rewards) if tokenizers is None else tokenizers
+    tokenizers = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
     if not rewards or len(tokenizers) != len(rewards):
         raise ValueError(f"`reward_funcs` has {len(rewards)} rewards and {len(tokenizers)} tokenizers; give one each.")
     functions = {}
