@@ -7,6 +7,7 @@ from datasets import Dataset
 
 from trl_repulse import ReinforceTrainer, RePULSeGRPOTrainer
 from trl_repulse.data._prompts import warn_of_template
+from trl_repulse.evaluation.attacks import Attack, run_attacks
 from trl_repulse.evaluation.records import COMPLETE, shard_path
 from trl_repulse.evaluation.report import check_same_settings as header_check
 from trl_repulse.evaluation.report import tail_report
@@ -134,7 +135,7 @@ def test_rewards_that_read_the_date(dated, today, tmp_path, kind):
             header_check([whole, sample("c", {"add_generation_prompt": True})])
 
 
-@pytest.mark.parametrize("kind", ["ChatReward", "path"])
+@pytest.mark.parametrize("kind", ["ChatReward", "path", "attack"])
 def test_samples_are_not_continued_with_another_template_of_a_judge(tmp_path, kind):
     folder, model = tmp_path / "reward", build_model("gpt2", len(build_tokenizer()), 0)
     tokenizer, judge = build_tokenizer(), build_reward_tokenizer("bos", CHAT_TEMPLATE)
@@ -143,9 +144,17 @@ def test_samples_are_not_continued_with_another_template_of_a_judge(tmp_path, ki
     settings = SamplingSettings(num_samples=1, max_completion_length=2)
 
     def sample():
-        reward = str(folder) if kind == "path" else ChatReward(str(folder), device="cpu")
+        reward = ChatReward(str(folder), device="cpu") if kind == "ChatReward" else str(folder)
+        if kind == "attack":
+            behaviors = Dataset.from_dict({"prompt": MESSAGES})
+            return run_attacks(tmp_path / "a", str(tmp_path / "policy"), behaviors, [Attack("b")], reward, settings)[
+                "b"
+            ]
         options = {"tokenizer": tokenizer, "progress": False}
         return sample_completions(tmp_path / "a", model, MESSAGES, reward, settings, **options)
+
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "policy")
 
     whole = sample()
     assert sample().table.equals(whole.table)

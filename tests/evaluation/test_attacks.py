@@ -96,6 +96,8 @@ def test_what_is_asked():
     assert rows["prompt"][0][-1]["content"] == "say the cat" and rows["behavior"][0] == MESSAGES
     rows, _ = attempts(Attack("a", prefill="sure"), chat, tokenizer, settings)
     assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]sure"]
+    rows, _ = attempts(Attack("a", prefill="{prompt}: sure"), chat, tokenizer, settings)
+    assert rows["prompt"] == ["[system]be kind[user]the cat[assistant]the cat: sure"]
 
     for prefill in ("{target}", "{Target.x}", "{0}", "{}"):
         with pytest.raises(ValueError, match="'a' cannot be filled"):

@@ -166,6 +166,7 @@ def test_of_samples_that_are_not_complete_the_prompts_that_all_have_are_compared
         ({"prompts": ["other", "prompts"]}, "another `prompts.sha256`"),
         ({"max_completion_length": 3}, "another `settings.max_completion_length`"),
         ({"reward_weights": [2.0]}, "another `settings.reward_weights`"),
+        ({"temperature": 0.2}, "another `settings.temperature`"),
         ({}, "hold the same completions; leave one out"),
         (None, "One folder cannot be compared; name two or more"),
     ],
@@ -188,6 +189,8 @@ def test_other_rewards_and_references_are_refused_and_other_numbers_are_not():
             compare_samples([one, other], [0])
     (found,) = compare_samples([one, made("b", np.zeros((2, 4)), reference="r")], [-1])
     assert found.differences["P(r < -1)"].high > 0
+    with pytest.raises(ValueError, match="`confidence=95`"):
+        compare_samples([one, made("b", np.zeros((2, 4)), reference="r")], [-1], confidence=95)
     with pytest.raises(ValueError, match="no finite `reward`"):
         compare_samples([one, made("b", np.full((2, 3), np.nan), reference="r")], [0])
 

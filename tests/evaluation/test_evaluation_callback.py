@@ -136,6 +136,16 @@ def test_a_column_that_a_reward_needs_is_missed_before_training(make, prompts, t
 
 
 @pytest.mark.trainer
+def test_rewards_may_share_a_name(make, prompts):
+    trainer = make(
+        reward_funcs=[lambda completions, value=value, **_: [value] * len(completions) for value in (1.0, 2.0)]
+    )
+    callback = TailReportCallback(trainer, prompts)
+    drawn = draw_completions(trainer, callback.dataset, callback._prompt_ids, 1, 0)
+    assert [reward for _, reward in drawn] == [3.0] * len(prompts)
+
+
+@pytest.mark.trainer
 def test_prompts_are_read_with_the_trainers_template(make):
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (

@@ -242,6 +242,9 @@ def test_a_faulty_judge(model, tokenizer, tmp_path):
     config = evaluation_config(num_steps=1, num_samples=2)
     with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
         evaluate_gcg(model, tokenizer, ROWS[:1], lambda prompts, completions: [0.0], config, tmp_path / "a")
+    with pytest.raises(ValueError, match="needs `labels`, but an attack passes prompts and completions alone"):
+        evaluate_gcg(model, tokenizer, ROWS[:1], lambda completions, labels: [0.0], config, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_target_that_fails_does_not_end_the_run(model, tokenizer, output, tmp_path, monkeypatch):
@@ -275,7 +278,10 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
     assert attacked != typed and record["round_trip"] is False
     target = tokenizer(rows[0]["target"], add_special_tokens=False)["input_ids"]
     assert log_probs_after(model, attacked, target).mean().item() == pytest.approx(-record["loss"], abs=1e-5)
-    engine, seed = transformers_engine(model, tokenizer, 6, 5), derive_seed(0, TableRow(1, **rows[0]), "after")
+    engine, seed = (
+        transformers_engine(model, tokenizer, 6, 5),
+        derive_seed(np.int64(0), TableRow(1, **rows[0]), "after"),
+    )
     texts = [tokenizer.batch_decode(engine([ids] * 5, seed), skip_special_tokens=True) for ids in (attacked, typed)]
     assert record["after"]["responses"] == texts[0] != texts[1]
 

@@ -234,6 +234,11 @@ def test_answers_are_shown_worst_first_and_side_by_side(tmp_path, capsys):
     assert bad == {"before": 0.5, "after": expected.value}
     assert log.results.scores[1].metrics["high"].value == expected.high
 
+    integration.write_inspect_log(tmp_path / "return.eval", sets, threshold=-2.0, column="return")
+    log = inspect_ai.log.read_eval_log(str(tmp_path / "return.eval"))
+    assert [each.scores["before"].value for each in log.samples] == [-10.0, -4.0, -1.0, 0.0]
+    assert log.results.scores[0].metrics["P(bad)"].value == tails.prob_below(rewards - 1, -2.0).value
+
     folders = [str(tmp_path / name) for name in ("before", "after")]
     for command, words in (("compare", folders), ("evaluate", folders[:1])):
         path = tmp_path / f"{command}.eval"
@@ -242,10 +247,29 @@ def test_answers_are_shown_worst_first_and_side_by_side(tmp_path, capsys):
         assert {name: each.value for name, each in scores.items()} == dict(
             zip(("before", "after")[: len(words)], (-9.0, -7.0), strict=False)
         )
+    assert main(["evaluate", folders[0], "--column", "return", "--inspect_log", str(path)]) == 0
+    assert inspect_ai.log.read_eval_log(str(path)).samples[0].scores["before"].value == -10.0
     assert main(["evaluate", str(path), "--thresholds", "-2"]) == 1
     assert "was written for `inspect view`" in capsys.readouterr().err
     assert main(["evaluate", folders[0], "--inspect_log", str(tmp_path / "a.json")]) == 1
     assert "`--inspect_log" in (err := capsys.readouterr().err) and "end it with .eval" in err
+
+
+def test_answers_of_samples_that_are_not_complete_are_to_the_same_prompts(tmp_path):
+    """Of the prompts that all have."""
+    for name, done in (("before", 4), ("after", 5)):
+        completions = [f"{name} {i}" for i in range(36)]
+        write_samples(tmp_path / name, np.zeros((6, 6)), name, shards=6, completions=completions)
+        (tmp_path / name / "complete.json").unlink()
+        for shard in sorted((tmp_path / name).glob("shard*"))[done:]:
+            shard.unlink()
+    path = tmp_path / "log.eval"
+    flags = ["--thresholds", "0", "--partial", "--inspect_log", str(path)]
+    assert main(["compare", *(str(tmp_path / name) for name in ("before", "after")), *flags]) == 0
+    samples = inspect_ai.log.read_eval_log(str(path)).samples
+    assert len(samples) == 24
+    for each in samples:
+        assert {f"prompt {int(score.answer.split()[1]) // 6}" for score in each.scores.values()} == {each.input}
 
 
 def test_attacks_on_a_behaviour_are_side_by_side(tmp_path):

@@ -73,6 +73,11 @@ def test_scores_are_those_of_single_passes(name, sampler):
         ]
 
 
+def test_a_compiled_model_is_scored_as_itself():
+    model = build_model("gpt2", VOCABULARY)
+    assert torch.equal(scores(torch.compile(model, backend="eager")), scores(model))
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="no token"):
         completion_log_probs(build_model("gpt2", VOCABULARY), [[]], [[3]])

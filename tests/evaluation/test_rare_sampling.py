@@ -221,6 +221,7 @@ def test_messages(tokenizer, reward):
         ({"prompts": ["fish " * 40]}, "context"),
         ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1"),
         ({"batch_size": 0}, "`batch_size=0` must be at least 1"),
+        ({"reward": lambda completions, answer: [0.0]}, "needs `answer`, but the prompts have no such column"),
         ({"reward": lambda prompts, completions: [None] * len(prompts)}, "`None`"),
         ({"reward": lambda prompts, completions: [1.0]}, "rewards for"),
         ({"reward": lambda prompts, completions: [math.inf] * len(prompts)}, "finite"),

@@ -9,8 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from trl_repulse.evaluation._identity import identify_reward, known_by_name_alone
 from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
@@ -19,6 +21,8 @@ from trl_repulse.rewards import RemoteReward
 
 from ..conftest import word_reward
 from ..gcg_trigger import ROWS, build_trigger_model, build_trigger_tokenizer, evaluation_config
+from ..reward_models import build_tokenizer as build_reward_tokenizer
+from ..reward_models import save_model
 
 
 URL = "http://127.0.0.1:1/get_reward"
@@ -54,8 +58,7 @@ def test_a_folder_does_not_know_where_its_server_was(remote, tmp_path, model_dir
     interrupt(tmp_path / "s")
     with pytest.raises(ValueError, match="begun with another `rewards"):
         sample(tmp_path / "s", model_dirs["gpt2"], remote(URL, name="other"))
-    with pytest.raises(ValueError, match="begun with another `rewards.RemoteReward.label_column`"):
-        sample(tmp_path / "s", model_dirs["gpt2"], remote(URL, label_column="answer"))
+    assert identify_reward(remote(URL, label_column="answer")) != identify_reward(first)
 
 
 def make(source, **names):
@@ -85,6 +88,40 @@ def test_a_folder_of_a_reward_without_code_is_gone_on_with_a_warning(remote, tmp
     interrupt(tmp_path / "s")
     assert sample(tmp_path / "s", model_dirs["gpt2"], remote(URL)).table == samples
     assert "reward or judge `RemoteReward`, which is identified by its name alone" in caplog.text
+
+
+def test_what_a_reward_or_a_seed_may_be(tmp_path, model_dirs, monkeypatch):
+    """An adapter counts with its configuration, numbers may be numpy's, and rows may be in a format."""
+    monkeypatch.setattr(
+        "trl_repulse.evaluation._identity.find_adapter_config_file", lambda name: f"/snapshots/{'a' * 40}/a.json"
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert identify_reward("nobody/adapter") == {"name": "nobody/adapter", "revision": "a" * 40}
+    (tmp_path / "adapter_config.json").write_text("4")
+    one = identify_reward(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("400")
+    assert identify_reward(str(tmp_path)) != one
+    samples = sample(tmp_path / "s", model_dirs["gpt2"], make(REWARD), seed=np.int64(3)).table
+    interrupt(tmp_path / "s")
+    assert sample(tmp_path / "s", model_dirs["gpt2"], make(REWARD), seed=3).table == samples
+    tokenizer = build_reward_tokenizer("bos")
+    module = save_model(tmp_path / "judge", "llama", tokenizer)[1]
+    rows, settings = Dataset.from_dict({"prompt": ["the cat", "fish"]}), SamplingSettings(max_completion_length=2)
+    options = {"reward_processing_classes": tokenizer, "progress": False}
+    drawn = [
+        sample_completions(tmp_path / name, model_dirs["gpt2"], each, module, settings, **options).table
+        for name, each in (("a", rows), ("b", rows.with_format("numpy")))
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_column_that_a_reward_needs_is_missed_before_anything_is_drawn(tmp_path, model_dirs):
+    reward = make("def f(completions, answer): return [0.0 for _ in answer]\n")
+    with pytest.raises(
+        ValueError, match="The reward function 'f' needs `answer`, but the prompts have no such column"
+    ):
+        sample(tmp_path / "s", model_dirs["gpt2"], reward)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +187,21 @@ class Stricter(Judge):
     scale = 2.0
 
 
+class Renamed(Judge):
+    def __init__(self, limit, **options):
+        super().__init__(limit, **options)
+
+
+class Scorer:
+    """It is not called itself."""
+
+    def __init__(self, threshold):
+        self.threshold = threshold
+
+    def score(self, goals, responses):
+        return [float(len(each) > self.threshold) for each in responses]
+
+
 def held(threshold, api_key=""):
     def judge(goals, responses):
         return [float(len(each) > threshold) for each in responses if api_key is not None]
@@ -163,6 +215,8 @@ DIFFERENT = {
     "lambdas of one line": make("f = [lambda goals, responses: [1.0], lambda goals, responses: [2.0]]"),
     "attribute": [Judge(1), Judge(2)],
     "slots": [Slotted(1), Slotted(2)],
+    "attribute of another name": [Renamed(1), Renamed(2)],
+    "method of what is not called": [Scorer(1).score, Scorer(2).score],
     "class": [Judge(1), Stricter(1)],
     "method": [Judge(1).other, Judge(1).__call__],
     "method of another": [Judge(1).other, Judge(2).other],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, set_seed
+from transformers import GenerationConfig, WatermarkingConfig, set_seed
 from transformers.cache_utils import DynamicLayer
 
 from benchmarks.architectures import build
@@ -91,13 +91,26 @@ def test_another_sampler_in_some_rows(model, inversions, outside):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}, {"typical_p": 0.5}, {"do_sample": False}]
+    "setting",
+    [
+        *({"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.2}, {"typical_p": 0.5}, {"do_sample": False}),
+        {"watermarking_config": WatermarkingConfig(bias=9.0, seeding_scheme="lefthash")},
+    ],
 )
 def test_other_settings_are_left_to_transformers(model, inversions, setting):
     before = draw(model, **setting)
     with drawn_by_inversion(model):
         after = draw(model, **setting)
     assert torch.equal(before, after) and not inversions
+
+
+def test_what_cannot_be_drawn_from_is_refused(model, inversions):
+    with drawn_by_inversion(model):
+        for temperature in (0.0, -1.0):
+            with pytest.raises(ValueError, match="has to be a strictly positive float"):
+                draw(model, temperature=temperature)
+    with pytest.raises(RuntimeError, match="probabilities that are not numbers"):
+        InverseTransform()(None, torch.tensor([[0.0, 1.0], [torch.nan, 1.0]]))
 
 
 def test_small_vocabulary_keeps_its_draws(model, inversions, monkeypatch):

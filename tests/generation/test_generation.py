@@ -433,6 +433,14 @@ def test_transformers_generator(tokenizer, model_dirs):
             assert group[0].text == tokenizer.decode(ids, skip_special_tokens=True) and group[0].model == name
 
 
+def test_transformers_generator_refuses_prompts_that_cannot_be_continued(tokenizer, model_dirs):
+    model = AutoModelForCausalLM.from_pretrained(model_dirs["gpt2"])
+    generator = TransformersGenerator({"policy": model}, tokenizer, max_completion_length=8)
+    for prompt, message in (("", "has no tokens"), ("fish " * model.config.n_positions, "exceed the model's context")):
+        with pytest.raises(ValueError, match=message):
+            generator.complete(["the cat", prompt], model="policy")
+
+
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": [1, 5]}, {"eos_token_id": 5}])
 def test_transformers_generator_stops_at_every_end(tokenizer, model_dirs, options):
     """The model's end tokens, as in chat models whose turns end with one of their own, and the tokenizer's."""

@@ -3,9 +3,10 @@
 import asyncio
 import functools
 import hashlib
+import inspect
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -26,6 +27,8 @@ from ..generation.transformers_generator import draw
 from ..models._adapters import in_mode
 from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
+from ..rewards.functions import FunctionReward
+from ..rewards.remote import RemoteReward
 from .records import digest, hash_file
 
 
@@ -211,6 +214,28 @@ def as_function(
         return of_texts(texts).tolist()
 
     return name, with_checks(function, name)
+
+
+def _required_columns(function: Any) -> list[str]:
+    """Names of what a reward needs: its `required_columns`, or the parameters without a default of a function; none of a model, or if there
+    is no signature."""
+    if isinstance(function, FunctionReward | RemoteReward):
+        return function.required_columns
+    if isinstance(function, nn.Module):
+        return []
+    try:  # a decorator may supply arguments of the wrapped function
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [each.name for each in parameters if each.kind in named and each.default is each.empty]
+
+
+def check_columns(function: Any, name: str, columns: Iterable[str], remedy: str) -> None:
+    """Raises `ValueError` if a reward, called `name`, needs more than prompts, completions and these columns."""
+    required = {*_required_columns(getattr(function, "unchecked", function))}
+    if lacking := sorted(required - {"prompts", "completions", *columns}):
+        raise ValueError(f"The reward function '{name}' needs `{lacking[0]}`, {remedy}.")
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Callbacks: the tail report along a training run, and completions from before and after it."""
 
 import contextlib
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +25,7 @@ from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
 from ..generation._probe import probe
 from ..generation.completions import tokenize
-from ..rewards.functions import FunctionReward
-from ..rewards.remote import RemoteReward
-from ._generation import Prompt, as_function, evaluate_rewards, transformers_engine
+from ._generation import Prompt, as_function, check_columns, evaluate_rewards, transformers_engine
 from .records import readable
 from .report import estimates
 from .tails import Estimate, check_sizes
@@ -145,7 +142,10 @@ def prepare_prompts(
 ) -> tuple[Dataset, list[list[int]]]:
     """The prompts as a data set, and the tokens of each. Raises `ValueError` if one is too long, or a reward's column is missing."""
     dataset = as_dataset(prompts)
-    check_columns(trainer, dataset.column_names)
+    passed = {*ALWAYS_PASSED, *dataset.column_names} - {"prompt", "completion"}
+    remedy = "but the held-out prompts have no such column; pass rows with it, or give the parameter a default"
+    for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
+        check_columns(reward, name, passed, remedy)
     rows = dataset["prompt"][:]
     ids = tokenize(trainer.processing_class, rows, trainer.chat_template_kwargs)
     check_prompt_lengths(ids, rows, trainer.model.config, trainer.max_completion_length)
@@ -193,33 +193,6 @@ def draw_completions(
         rows.append((place, (text, sum(known) if known else math.nan)))
     gathered = dict(gather_object(rows))
     return [gathered[place] for place in range(total)]
-
-
-def check_columns(trainer: RLOOTrainer | GRPOTrainer, columns: list[str]) -> None:
-    """Raises `ValueError` if prompts with these columns lack one that a reward function needs."""
-    known = {*ALWAYS_PASSED, *columns} - {"prompt", "completion"}
-    for reward, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
-        for parameter in _required(getattr(reward, "unchecked", reward)):
-            if parameter not in known:
-                raise ValueError(
-                    f"The reward function '{name}' needs `{parameter}`, but the held-out prompts have no such column; pass "
-                    "rows with it, or give the parameter a default."
-                )
-
-
-def _required(function: Any) -> list[str]:
-    """Names of what a reward needs: its `required_columns`, or the parameters without a default of a function; none of a model, or if there
-    is no signature."""
-    if isinstance(function, FunctionReward | RemoteReward):
-        return function.required_columns
-    if isinstance(function, nn.Module):
-        return []
-    try:  # a decorator may supply arguments of the wrapped function
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [each.name for each in parameters if each.kind in named and each.default is each.empty]
 
 
 def _ignore(*_: Any, **__: Any) -> None:

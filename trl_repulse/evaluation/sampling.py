@@ -33,6 +33,7 @@ from ._generation import (
     EngineName,
     Prompt,
     as_function,
+    check_columns,
     check_dtype,
     check_template_kwargs,
     end_tokens,
@@ -180,7 +181,10 @@ def sample_completions(
         )
     reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
-    functions = _functions(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0])
+    functions = _functions(
+        *(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0]),
+        {"completion_ids", *dataset.column_names} - {"completion"},
+    )
     limit = engine_kwargs.get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),
@@ -355,8 +359,10 @@ def _functions(
     device: torch.device,
     trust_remote_code: bool,
     prompt: str | list[dict[str, Any]],
+    columns: set[str],
 ) -> dict[str, tuple[Callable[..., list[float | None]], Any]]:
-    """Reward functions by name, with their descriptions for the header. `prompt` is the first. Raises `ValueError` if two have one name."""
+    """Reward functions by name, with their descriptions for the header. `prompt` is the first, and `columns` what they get beside prompts and
+    completions. Raises `ValueError` if two have one name, or one needs another column."""
     rewards = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     tokenizers = [None] * len(rewards) if tokenizers is None else tokenizers
     tokenizers = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
@@ -368,6 +374,7 @@ def _functions(
         if isinstance(reward, str):
             tokenizer = tokenizer or load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
         name, function = as_function(reward, tokenizer, device, settings.chat_template_kwargs, trust_remote_code)
+        check_columns(reward, name, columns, "but the prompts have no such column; add it, or give it a default")
         if isinstance(reward, str | nn.Module) and tokenizer is not None and not isinstance(prompt, str):
             warn_of_template(tokenizer, prompt, settings.chat_template_kwargs)
             answered = [*prompt, {"role": "assistant", "content": "An answer."}]

@@ -37,7 +37,7 @@ _FACTS: WeakKeyDictionary[Any, tuple[ReferenceType[Any], frozenset[str]]] = Weak
 def _facts(model: Any) -> tuple[Any, frozenset[str]]:
     """A model without PEFT's wrapper, and the names of its `forward`'s arguments; found out once, since passes for each token ask."""
     if model not in _FACTS:
-        base = base_of(model)
+        base = base_of(getattr(model, "_orig_mod", model))  # compiled
         _FACTS[model] = ref(base), frozenset(inspect.signature(type(base).forward).parameters)
     base, names = _FACTS[model]
     return base(), names
@@ -332,6 +332,8 @@ class InverseTransform(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """From a model's scores (B, V), scores (B, V) that are 0 at the drawn token of each row and −inf elsewhere."""
         cumulative = (scores / self.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+        if not cumulative[:, -1].isfinite().all():  # as `torch.multinomial` does
+            raise RuntimeError("The model gives probabilities that are not numbers; check its weights and precision.")
         drawn = torch.rand_like(cumulative[:, :1]) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, drawn, right=True).clamp(max=scores.size(-1) - 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
@@ -344,6 +346,7 @@ _LARGE_VOCABULARY = 8192
 _NEUTRAL = {
     **{"do_sample": (True,), "num_beams": (None, 1), "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0)},
     **{"typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0), "top_h": (None,)},
+    "watermarking_config": (None,),  # acts after all other processors, on a token that is drawn already
 }
 
 
@@ -361,6 +364,7 @@ def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
         plain = config is not None and all(
             getattr(config, name, None) in allowed for name, allowed in _NEUTRAL.items()
         )
+        plain = plain and (config.temperature is None or config.temperature > 0)  # transformers refuses others
         if not (plain and large and base.device.type == "cpu") or not _NEUTRAL.keys().isdisjoint(kwargs):
             return generate(*args, generation_config=config, **kwargs)
         greedy = copy.copy(config)

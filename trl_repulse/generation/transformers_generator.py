@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data._checks import check_prompt_lengths
 from ..data._prompts import check_conversations
 from ..models._adapters import in_mode
 from ..models._model_checks import check_causal
@@ -127,7 +128,9 @@ class TransformersGenerator:
         """
         lm = self.models[model]
         check_conversations(prompts, "`prompts`")
-        rows = [ids for ids in tokenize(self.tokenizer, prompts) for _ in range(num_completions)]
+        prompt_ids = tokenize(self.tokenizer, prompts)
+        check_prompt_lengths(prompt_ids, list(prompts), lm.config, self._settings["max_new_tokens"] or 0)
+        rows = [ids for ids in prompt_ids for _ in range(num_completions)]
         if model not in self._guards:
             self._guards[model] = probe_shared(lm, generation_config=GenerationConfig(**self._settings))
         drawn = draw(lm, self.tokenizer, rows, self._guards[model], self.batch_size, **self._settings)

@@ -18,9 +18,17 @@ from ...data.loading import CONTEXT, in_context
 from ...engine.reward_functions import with_checks
 from ...models._loading import load_model, load_tokenizer
 from ...rewards.loading import load_reward
-from .._generation import Engine, as_function, evaluate_rewards, hashed_seed, process_state, transformers_engine
+from .._generation import (
+    Engine,
+    as_function,
+    check_columns,
+    evaluate_rewards,
+    hashed_seed,
+    process_state,
+    transformers_engine,
+)
 from .._identity import identify_model, identify_reward, warn_of_names
-from ..records import digest, open_folder, write_json
+from ..records import digest, open_folder, plain_json, write_json
 from .config import GCGEvaluationConfig, GCGRunArguments
 from .engine import GCG, GCGError, check_context
 from .prompt import AttackPrompt, build_prompt
@@ -117,6 +125,7 @@ def evaluate_gcg(
     header = make_header(model, tokenizer, table, judge, config)
     attack = GCG(model, tokenizer, config)
     (name,) = header["rewards"]
+    check_columns(judge, name, (), "but an attack passes prompts and completions alone; give it a default")
     named = {name: with_checks(judge, name)}
     engine = transformers_engine(model, tokenizer, config.max_new_tokens, config.num_samples)
     with state.main_process_first():
@@ -233,7 +242,7 @@ def make_header(
     config: GCGEvaluationConfig,
 ) -> dict[str, Any]:
     """What the results depend on, in the form of a header of samples."""
-    settings, reward = asdict(config), getattr(judge, "unchecked", judge)
+    settings, reward = plain_json(asdict(config)), getattr(judge, "unchecked", judge)
     del settings["micro_batch_size"]  # a machine with other memory may continue the evaluation
     return {
         "model": identify_model(model),
@@ -282,4 +291,4 @@ def _attack_and_judge(
 
 def derive_seed(seed: int, row: TableRow, purpose: str) -> int:
     """A seed of 63 bits that depends on the target's texts but not on the rest of the table."""
-    return hashed_seed(json.dumps([seed, row.goal, row.target, purpose]))
+    return hashed_seed(json.dumps([int(seed), row.goal, row.target, purpose]))

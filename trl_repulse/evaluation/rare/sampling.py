@@ -31,6 +31,7 @@ from ...models._model_checks import check_causal, vocab_size
 from .._generation import (
     Prompt,
     as_function,
+    check_columns,
     check_template_kwargs,
     evaluate_rewards,
     process_state,
@@ -111,7 +112,7 @@ def draw(
     """
     if not components or len(components) != len(counts):
         raise ValueError(f"`counts` has {len(counts)} numbers for {len(components)} components; give one each.")
-    check_counts(counts)
+    check_counts(counts := [int(count) for count in counts])
     parts = [each if isinstance(each, Component) else Component(each) for each in components]
     policy = parts[0].model
     if not parts[0].changes_nothing:
@@ -121,6 +122,9 @@ def draw(
         raise ValueError("The reward is a model; pass its tokenizer as `reward_tokenizer`.")
     columns = as_dataset(prompts)[:]
     prompts = columns.pop("prompt")
+    called = getattr(reward, "__name__", type(reward).__name__)
+    remedy = "but the prompts have no such column; add it, or give it a default"
+    check_columns(reward, called, columns.keys() - {"completion"}, remedy)
     models = {id(part.model): part.model for part in parts}
     prompt_ids = _prompt_ids(list(models.values()), tokenizer, prompts, max_completion_length, chat_template_kwargs)
     sizes = [vocab_size(part.model) for part in parts]
