@@ -190,6 +190,7 @@ class Stricter(Judge):
 class Renamed(Judge):
     def __init__(self, limit, **options):
         super().__init__(limit, **options)
+        self.weights = np.arange(3)
 
 
 class Scorer:

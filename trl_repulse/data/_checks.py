@@ -127,7 +127,7 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
         check_conversations(prompts, "`prompts`")  # before Arrow, whose errors name no row
         prompts = from_columns({"prompt": prompts})
     check_dataset(prompts, "prompts")
-    if prompts.format["type"] != "custom":
+    if prompts.format["type"] not in (None, "custom"):
         prompts = prompts.with_format(None)  # rewards get lists, as in training
     _check_conversations(prompts, "prompts")
     return prompts

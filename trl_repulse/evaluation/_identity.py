@@ -139,7 +139,7 @@ def _describe(value: Any, outermost: bool = False) -> Any:
     if any("__call__" in vars(each) for each in kind.__mro__) and not isinstance(kind.__call__, FunctionType):  # in C
         raise TypeError
     held = {name: getattr(value, name, getattr(value, f"_{name}", ...)) for name in inspect.signature(kind).parameters}
-    if ... in held.values():  # kept under another name
+    if any(each is ... for each in held.values()):  # kept under another name
         held = {name: each for name, each in vars(value).items() if isinstance(each, _PLAIN)}
     return [*_source(kind), weights, _describe(held)]
 

@@ -36,8 +36,8 @@ def refuse_acting(args: NegativeTermConfig, given: dict[str, Any]) -> None:
 
 def check_acting(args: RePULSeGRPOConfig, given: dict[str, Any], factory: Any) -> None:
     """
-    For [`RePULSeGRPOTrainer`]: refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's other arguments by name, and
-    `factory` is its `proposal_environment_factory`.
+    For [`RePULSeGRPOTrainer`]: refuses to let a proposal, or the hot policy, act unless the user allows it. `given` are the trainer's
+    other arguments by name, and `factory` is its `proposal_environment_factory`.
 
     Raises:
         `ValueError`: If it would act with tools or in environments that were not allowed, or would be drawn by a user's
