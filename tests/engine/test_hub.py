@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import integration_utils
 
 from examples.worlds import two_tokens
-from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeConfig, RePULSePPOTrainer, RePULSeTrainer
+from trl_repulse import PPOTrainer, ReinforceConfig, ReinforceTrainer, RePULSeConfig, RePULSePPOTrainer, RePULSeTrainer
 from trl_repulse.configs import _checks
 
 from ..conftest import same_parameters
@@ -236,13 +236,30 @@ def test_what_tells_trackers_to_upload_is_still_called_so():
     assert len(variables) == 6 and all(f'"{variable}"' in source for variable in variables)
 
 
-def test_trackios_copy_of_the_completions_is_refused():
-    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "trackio", "proposal": "learned"}
+@pytest.mark.parametrize("proposal", ["learned", "hot_policy"])
+def test_trackios_copy_of_the_completions_is_refused(proposal):
+    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "trackio", "proposal": proposal}
     settings |= {"push_to_hub": True, "log_completions": True}
     with pytest.raises(ValueError, match="trackio_static_space_id=False"):
         RePULSeConfig(**settings)
     for remedy in ({"trackio_static_space_id": False}, {"hub_private_repo": True}, {"log_completions": False}):
         RePULSeConfig(**(settings | remedy))
+
+
+def test_trackers_that_upload_the_folder_are_refused_where_it_has_bad_completions(monkeypatch):
+    """Also without a second model; those that upload checkpoints are not, which then hold none."""
+    common = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": ["comet_ml", "wandb"]}
+    bad = {"save_negatives": True, "bad_reward_threshold": 0.0}
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    RePULSeConfig(**common, **bad, log_completions=True)
+    monkeypatch.setenv("COMET_LOG_ASSETS", "true")
+    for config, settings in ((ReinforceConfig, bad), (RePULSeConfig, bad), (RePULSeConfig, {"log_completions": True})):
+        with pytest.raises(
+            ValueError, match="uploads `output_dir`, with its bad completions; set COMET_LOG_ASSETS=false"
+        ):
+            config(**common, **settings)
+    ReinforceConfig(**common, log_completions=True)
+    RePULSeConfig(**common)
 
 
 def test_trackios_copy_is_refused_where_the_policy_is_pushed_by_hand(hub, make):

@@ -176,6 +176,7 @@ def check_shared(args: Any) -> None:
             f"`{name.removesuffix('_full_eval')}=True` evaluation runs in that precision too)"
         )
         require(args, not getattr(args, name), name, remedy)
+    check_uploads(args)
 
 
 def check_target_is_used(args: Any) -> None:
@@ -287,7 +288,6 @@ def check_second_schedule(args: Any) -> None:
 
 def _check_proposal(args: Any) -> None:
     """Checks the fields of a second model."""
-    check_uploads(args)
     check_second_schedule(args)
     require(args, args.proposal_updates_per_step >= 1, "proposal_updates_per_step", "must be at least 1")
     if args.proposal_updates_per_step > 1:
@@ -347,18 +347,23 @@ def _check_no_proposal(args: Any) -> None:
 
 def check_uploads(args: Any, pushing: bool = False) -> None:
     """
-    Refuses to upload the proposal, or its completions, except to a private repository of its own.
+    Refuses to upload a learned proposal, except to a private repository of its own, and bad completions that a run keeps.
 
     Called when the configuration is made and again by the trainer, since fields and environment may change. `pushing`
     says that the policy is being pushed, which is possible without `push_to_hub=True`. Raises `ValueError`.
     """
-    if args.push_proposal_to_hub:
+    learned = getattr(args, "has_proposal", False)
+    logs_worst = getattr(args, "draws_twice", False) and args.log_completions
+    if not (learned or logs_worst or args.save_negatives):
+        return
+    what = "whole checkpoints, the proposal in them" if learned else "`output_dir`, with its bad completions"
+    if learned and args.push_proposal_to_hub:
         remedy = "pushes the proposal whenever the policy is; set `push_to_hub=True`"
         require(args, args.push_to_hub, "push_proposal_to_hub", remedy)
         policy = args.hub_model_id or Path(args.output_dir).absolute().name
         remedy = "is the policy's repository; name another, or leave it unset"
         require(args, args.hub_proposal_model_id != policy, "hub_proposal_model_id", remedy)
-    else:
+    elif learned:
         require_defaults(args, "has no effect; set `push_proposal_to_hub=True`", "hub_proposal_model_id")
     report_to = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])  # set by hand
     if "all" in report_to:
@@ -367,18 +372,17 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
         report_to = get_available_reporting_integrations()
     for tracker, variable, default, uploading in _CHECKPOINT_UPLOADS:
         value = os.environ.get(variable, default)
-        if tracker in report_to and value.lower() in uploading:
+        if tracker in report_to and value.lower() in uploading and (learned or tracker in ("comet_ml", "dagshub")):
             raise ValueError(
-                f"`report_to={args.report_to}` with {variable}={value} in the environment uploads whole checkpoints, "
-                f"the proposal in them; set {variable}=false."
+                f"`report_to={args.report_to}` with {variable}={value} in the environment uploads {what}; set {variable}=false."
             )
-    if "flyte" in report_to:
-        raise ValueError("`report_to='flyte'` uploads whole checkpoints, the proposal in them; report elsewhere.")
+    if "flyte" in report_to and learned:
+        raise ValueError(f"`report_to='flyte'` uploads {what}; report elsewhere.")
     pushing |= args.push_to_hub
     published = pushing and not args.hub_private_repo and args.trackio_static_space_id is not False
-    if "trackio" in report_to and args.log_completions and published and args.trackio_space_id is None:
+    if "trackio" in report_to and logs_worst and published and args.trackio_space_id is None:
         raise ValueError(
             "`report_to='trackio'` copies what it logged to a public Space when the policy is pushed, with "
-            "`log_completions=True` the proposal's completions too; set `trackio_static_space_id=False`, or "
+            "`log_completions=True` those of the proposal or the hot policy too; set `trackio_static_space_id=False`, or "
             "`hub_private_repo=True`."
         )

@@ -702,9 +702,8 @@ class BaseTrainer(GRPOTrainer):
     # Several processes
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's. Refuses fp16 that would have no effect, continuous batching with FSDP, and trackers that upload a proposal."""
-        if self.has_proposal:
-            check_uploads(self.args)  # the trackers are built next
+        """As the Trainer's. Refuses fp16 that would have no effect, continuous batching with FSDP, and trackers that upload bad outputs."""
+        check_uploads(self.args)  # the trackers are built next
         super().create_accelerator_and_postprocess()
         engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
         if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
@@ -724,10 +723,9 @@ class BaseTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         """As [`~transformers.Trainer.train`]; a checkpoint that was not written to its end is refused or, with `True`, passed over. A
         folder that holds another run gets a warning, and its negative data are set aside. Refuses a policy without anything to train, and a
-        stream of fewer prompts than a batch takes, and trackers that would upload a proposal. At the end `trainer_state.json` is written,
+        stream of fewer prompts than a batch takes, and trackers that would upload bad outputs. At the end `trainer_state.json` is written,
         whatever `save_strategy` is."""
-        if self.has_proposal:
-            check_uploads(self.args)
+        check_uploads(self.args)
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ValueError(
                 "The policy has nothing to train: all its weights are frozen; load its adapter with `is_trainable=True`, or "
@@ -870,8 +868,7 @@ class BaseTrainer(GRPOTrainer):
         Raises:
             `ValueError`: If the proposal's repository is not private, or a tracker would upload the proposal's completions.
         """
-        if self.has_proposal:
-            check_uploads(self.args, pushing=True)
+        check_uploads(self.args, pushing=True)
         with withheld_from_uploads(self._withheld):
             pushed = super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
         if self._pushes_proposal():
