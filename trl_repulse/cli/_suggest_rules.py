@@ -81,8 +81,9 @@ class Suggestion:
 
     def to_text(self) -> str:
         """A line for each setting, note and warning."""
+        shown = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in self.values.items()}
         width = max(map(len, self.reasons))
-        lines = [f"{name:<{width}}  {_plain(self.values[name]):<10}  {why}" for name, why in self.reasons.items()]
+        lines = [f"{name:<{width}}  {shown[name]:<10}  {why}" for name, why in self.reasons.items()]
         return "\n".join([*lines, "", *self._remarks()])
 
     def to_yaml(self, head: str, more: dict[str, Any]) -> str:
@@ -278,12 +279,13 @@ def _weights(found: Suggestion, drawn: np.ndarray, rewards: np.ndarray, threshol
 
 def _learning_rate(found: Suggestion, parameters: int, use_peft: bool) -> None:
     """Sets the learning rate by the number of parameters."""
+    size, unit = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if parameters >= each[0])
     full, adapter = (learning_rate_for(parameters, is_adapter) for is_adapter in (False, True))
     found.set(
         "learning_rate",
         adapter if use_peft else full,
-        f"Rule of thumb for {_abbreviated(parameters)} parameters: {full:g} for all weights, {adapter:g} for an adapter. It interpolates 6e-4 "
-        "at 0.24M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.24B (published). Five times as much for an adapter "
+        f"Rule of thumb for {parameters / size:.3g}{unit} parameters: {full:g} for all weights, {adapter:g} for an adapter. It "
+        "interpolates 6e-4 at 0.24M (held-out worlds), 3e-5 at 135M and 3e-7 at 1.24B (published). Five times as much for an adapter "
         "was chosen in held-out worlds. Try a third and three times as much, and keep what has the highest reward - beta * KL.",
     )
 
@@ -368,16 +370,6 @@ def _comment(text: str) -> list[str]:
     return textwrap.wrap(text, 117, initial_indent="# ", subsequent_indent="# ")
 
 
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _abbreviated(number: float) -> str:
-    """A count of at least 1 with the unit that fits: 135M, 1.24B."""
-    size, unit = next(each for each in ((1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if number >= each[0])
-    return f"{number / size:.3g}{unit}"
-
-
 def largest_divisor(number: int, most: float) -> int:
     """The largest divisor of `number` that is at most `most`, or 1."""
     return max((each for each in range(1, number + 1) if number % each == 0 and each <= most), default=1)
@@ -385,7 +377,5 @@ def largest_divisor(number: int, most: float) -> int:
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that fits, with its name: 2.5 minutes."""
-    return next(
-        (f"{seconds / size:.2g} {unit}" for size, unit in ((3600, "hours"), (60, "minutes")) if seconds >= size),
-        f"{seconds:.2g} seconds",
-    )
+    size, unit = next((each for each in ((3600, "hours"), (60, "minutes")) if seconds >= each[0]), (1, "seconds"))
+    return f"{seconds / size:.2g} {unit}"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, get_type_hints
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from .. import configs, embedded
-from ..configs._checks import own_precision, parse_objects, require_at_least
+from ..configs._checks import parse_objects, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, check_inputs, split_config
 
@@ -98,10 +98,6 @@ class PPOScriptArguments(TrainingScriptArguments):
 @dataclass
 class _GRPOConfig(WholePrompts, GRPOConfig):
     """TRL's, with the evaluation batch and the precedence of `bf16` and `fp16` of all commands."""
-
-    def __post_init__(self):
-        with own_precision(self):
-            super().__post_init__()
 
 
 # Training command -> dataclasses of its own arguments and of the trainer's configuration
@@ -274,9 +270,15 @@ def parse(
     if not torch.accelerator.is_available():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     given, _ = parser.parse_known_args(parser.read_config(argv))  # TRL's checks need the passes of an update
-    if given.train_batch_size is not None:
-        given.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        argv = [*argv, "--gradient_accumulation_steps", str(_accumulation(given.train_batch_size, given))]
+    if (size := given.train_batch_size) is not None:
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        a_pass = given.per_device_train_batch_size * processes
+        if size < 1 or size % a_pass:
+            raise ValueError(
+                f"`train_batch_size={size}` is no multiple of the {a_pass} completions of one pass "
+                f"(`per_device_train_batch_size` times {processes} processes); change one of them."
+            )
+        argv = [*argv, "--gradient_accumulation_steps", str(size // a_pass)]
     script_args, args, model_args = parser.parse_args_and_config(argv)
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
@@ -305,17 +307,6 @@ def _check_named(script_args: TrainingScriptArguments, eval_strategy: str) -> No
             raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
     if eval_strategy != "no" and script_args.dataset_name is None and script_args.eval_dataset_name is None:
         raise ValueError("`--eval_strategy` needs held-out prompts; give `--eval_dataset_name`.")
-
-
-def _accumulation(train_batch_size: int, args: Any) -> int:
-    """Passes that an update of `train_batch_size` completions takes on these processes. Raises a `ValueError` if it is no whole number."""
-    a_pass = args.per_device_train_batch_size * args.world_size
-    if train_batch_size < 1 or train_batch_size % a_pass:
-        raise ValueError(
-            f"`train_batch_size={train_batch_size}` is no multiple of the {a_pass} completions of one pass "
-            f"(`per_device_train_batch_size` times {args.world_size} processes); change one of them."
-        )
-    return train_batch_size // a_pass
 
 
 def _decay_steps(ratio: float, args: Any) -> int:

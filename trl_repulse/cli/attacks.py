@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.sampling import SamplingSettings
     from ..rewards.loading import load_reward
 
-    given = {name: value for name, value in vars(args).items() if name in _TAKEN}
-    settings = SamplingSettings(**given)
+    settings = SamplingSettings(**{name: value for name, value in vars(args).items() if name in _TAKEN})
     attacks = [Attack("prompt")]
     attacks += [] if args.attacks is None else load_attacks(args.attacks)
     attacks += [] if args.prefill is None else [Attack("prefill", prefill=args.prefill)]

@@ -65,8 +65,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError("Name either a file of LABELS, or `--sensitivity` and `--specificity` from elsewhere.")
     if args.draw is not None and args.labels is None:
         raise ValueError("`--draw` needs a file to write; name it behind the samples.")
-    needed = args.draw is not None or args.sensitivity is not None
-    if needed and args.threshold is None:
+    if (args.draw is not None or args.sensitivity is not None) and args.threshold is None:
         raise ValueError("`--threshold` is needed; give the reward under which the judge calls a completion bad.")
 
 

@@ -24,8 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     samples = [load_samples(folder, args.partial) for folder in args.folders]
     comparisons = compare_samples(samples, args.thresholds, args.confidence)
-    content = [asdict(comparison) | {"sentence": comparison.sentence} for comparison in comparisons]
-    write_report(args.output, {"comparisons": content})
+    write_report(args.output, {"comparisons": [asdict(each) | {"sentence": each.sentence} for each in comparisons]})
     if args.figure is not None:
         from ..evaluation.plots import plot_comparison
 

@@ -112,8 +112,7 @@ def _sample(args: argparse.Namespace) -> None:
     """Samples from the model that the arguments name, into the first folder."""
     from ..evaluation.sampling import SamplingSettings, check_early, sample_completions
 
-    given = {name: value for name, value in vars(args).items() if name in SETTINGS}
-    settings = SamplingSettings(**given)
+    settings = SamplingSettings(**{name: value for name, value in vars(args).items() if name in SETTINGS})
     check_early(args.folders[0].expanduser(), settings, len(args.rewards or [None]), args.engine_kwargs)
     options = {name: getattr(args, name) for name in ("reference", "engine_kwargs", "trust_remote_code")}
     sample_completions(args.folders[0], args.model, named_prompts(args), _load_rewards(args), settings, **options)

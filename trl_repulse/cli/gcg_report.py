@@ -1,7 +1,6 @@
 """`trl-repulse gcg-report`: what the results of attacks say at given thresholds. No model is needed."""
 
 import argparse
-from typing import Any
 
 from ..evaluation.gcg.results import format_report, read_results, summarize
 from ..evaluation.records import write_report
@@ -28,22 +27,18 @@ def run(args: argparse.Namespace) -> int:
     header, records = read_results(args.results)
     summary = summarize(header, records, args.threshold, args.k, args.confidence, args.tail)
     write_report(args.output, summary)
-    print(format_report(summary))
+    report = format_report(summary)
+    print(report)
     if args.card is not None:
         check_measured(args.card, header["model"]["weights"], header["model"]["name"])
-        _write_on_card(args, header, summary)
+        metrics = {
+            f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
+            for threshold, rates in summary["thresholds"].items()
+            for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
+            for phase in ("before", "after")
+        }
+        attack = header["settings"]
+        text = f"```text\n{report}\n```\n\nConditions: {attack['num_samples']} responses of at most "
+        text += f"{attack['max_new_tokens']} tokens, temperature 1 from all tokens, seed {attack['seed']}."
+        write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])
     return 0
-
-
-def _write_on_card(args: argparse.Namespace, header: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Adds the report and its rates to the model card `args.card`."""
-    metrics = {
-        f"{name} (score < {threshold}), {phase}": Estimate(**rates[phase][key])
-        for threshold, rates in summary["thresholds"].items()
-        for key, name in (("success", "attack success"), ("bad_share", "bad samples"))
-        for phase in ("before", "after")
-    }
-    attack = header["settings"]
-    text = f"```text\n{format_report(summary)}\n```\n\nConditions: {attack['num_samples']} responses of at most "
-    text += f"{attack['max_new_tokens']} tokens, temperature 1 from all tokens, seed {attack['seed']}."
-    write_on_card(args.card, "Attacks (GCG)", text, metrics, f"{summary['scored']} targets", summary["level"])

@@ -246,18 +246,16 @@ def report(
     settings = {name: value for name, value in settings.items() if value is not None}
     results = {"method": method, "seed": args.seed, **tracking.results(), "metrics": metrics, "settings": settings}
     write_report(output_dir / "results.json", results)
-    shown = [name for key in SHOWN for name in (key, f"eval_{key}") if name in metrics]
-    values = {name: metrics[name] for name in shown}
+    values = {name: metrics[name] for key in SHOWN for name in (key, f"eval_{key}") if name in metrics}
     values |= {name: kl_per_completion(metrics, name[:-2]) for name in ("kl", "eval_kl") if name in values}
     table = tracking.table({with_unit(name): value for name, value in values.items()})
+    sampled = {name: value for name, value in values.items() if "proposal/" not in name}
+    trainer.measured = sampled | (getattr(trainer, "measured", None) or {})  # that of a callback
     if unseen:
         own = metrics | {"samples": tracking.samples}
         if "eval_kl" in values:
             own["kl"] = values["eval_kl"]
         table = format_unseen({**others, method: own}, notes)
-    sampled = {name: value for name, value in values.items() if "proposal/" not in name}
-    trainer.measured = sampled | (getattr(trainer, "measured", None) or {})  # that of a callback
-    if unseen:
         trainer.measured |= unseen
         before = others.get("initial policy", {})
         trainer.measured |= {f"initial_{name}": before[f"eval_{name}"] for name in P_BAD if f"eval_{name}" in before}

@@ -71,8 +71,7 @@ def parse_objects(args: Any, *names: str) -> None:
             except json.JSONDecodeError as error:
                 remedy = f'is not valid JSON ({error}); write e.g. `{{"a_name": 300}}`'
                 raise ValueError(f"`{name}={value!r}` {remedy}.") from error
-        is_object = isinstance(getattr(args, name), dict | None)
-        require(args, is_object, name, 'must be an object, e.g. {"a_name": 300}')
+        require(args, isinstance(getattr(args, name), dict | None), name, 'must be an object, e.g. {"a_name": 300}')
 
 
 def check_choices(args: Any) -> None:
@@ -179,16 +178,6 @@ def check_shared(args: Any) -> None:
     check_uploads(args)
 
 
-def check_target_is_used(args: Any) -> None:
-    """Refuses a β that the proposal's default potential ignores; called before defaults are filled in."""
-    ignored = args.proposal == "hot_policy" and args.potential is None and args.alpha != 0
-    remedy = (
-        "has no effect on the hot policy, which pushes down what is under `bad_reward_threshold`; set `proposal='learned'` "
-        "(the paper's), or leave it unset"
-    )
-    require(args, not ignored or args.target_dist_beta is None, "target_dist_beta", remedy)
-
-
 def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     """Checks the fields of [`NegativeTermConfig`]; `in_rows` if completions are batched one by one."""
     require(args, 0 <= args.alpha < math.inf, "alpha", "must be at least 0 (0 leaves the negative term out)")
@@ -216,7 +205,14 @@ def check_repulse_config(args: Any, in_rows: bool = False) -> None:
     else:
         _check_no_proposal(args)
     if args.draws_twice and not in_rows and args.per_device_train_batch_size % args.num_generations:
-        _check_cut_prompts(args)
+        remedy = (
+            "needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
+            f"`num_generations={args.num_generations}`"
+        )
+        same = args.num_proposal_generations in (None, args.num_generations)
+        require(args, same, "num_proposal_generations", remedy)
+        require_defaults(args, remedy, "proposal_updates_per_step", "proposal_update_order")
+        require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
 
 def _check_target(args: Any) -> None:
@@ -312,18 +308,6 @@ def _check_proposal(args: Any) -> None:
         require(args, different, "proposal_vllm_server_base_url", remedy)
         remedy = "must differ from `vllm_group_port`: each server has a port for weights"
         require(args, args.proposal_vllm_group_port != args.vllm_group_port, "proposal_vllm_group_port", remedy)
-
-
-def _check_cut_prompts(args: Any) -> None:
-    """Refuses what needs all samples of a prompt in one micro-batch if they are in several."""
-    remedy = (
-        "needs each prompt's samples in one micro-batch; make `per_device_train_batch_size` a multiple of "
-        f"`num_generations={args.num_generations}`"
-    )
-    same = args.num_proposal_generations in (None, args.num_generations)
-    require(args, same, "num_proposal_generations", remedy)
-    require_defaults(args, remedy, "proposal_updates_per_step", "proposal_update_order")
-    require(args, args.proposal_loss != "dpg", "proposal_loss", remedy)
 
 
 def _check_no_proposal(args: Any) -> None:

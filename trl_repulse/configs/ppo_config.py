@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ._checks import check_second_schedule, check_shared, own_precision, require, require_defaults
+from ._checks import check_second_schedule, check_shared, require, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -77,12 +77,10 @@ class PPOConfig(SharedConfig, GRPOConfig):
     num_generations: int | None = option(1, "Number of completions a prompt, at least 1. PPO does not compare them.")
     scale_rewards: str = option("none", "Must stay 'none': there are no group advantages to scale.")
 
-    # Parameters that control the value model
     value_learning_rate: float | None = None
     value_clip: float | None = 0.2
     value_warmup_steps: int = 0
 
-    # Parameters that control the advantages
     gae_lambda: float = 0.95
     gamma: float = 1.0
     whiten_advantages: bool = True
@@ -90,11 +88,9 @@ class PPOConfig(SharedConfig, GRPOConfig):
     def __post_init__(self):
         remedy = "must be at least 1: the number of completions drawn for each prompt"
         require(self, (self.num_generations or 0) >= 1, "num_generations", remedy)
-        single = self.num_generations == 1
-        if single:
+        if single := self.num_generations == 1:
             self.num_generations = _Single(1)
-        with own_precision(self):
-            super().__post_init__()
+        super().__post_init__()
         if single:
             self.num_generations = 1
         check_shared(self)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_shared, own_precision, require, require_defaults
+from ._checks import check_compared, check_shared, require, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -85,7 +85,6 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     num_generations: int | None = option(2, "Number of completions a prompt, at least 2, whose returns are compared.")
     vllm_importance_sampling_correction: bool = option(False, "Must stay False: samples count as the policy's own.")
 
-    # Parameters that control the policy loss
     baseline: Literal["leave_one_out", "group_mean", "constant", "none"] = "leave_one_out"
     baseline_constant: float = 0.0
     normalize_advantages: bool = False
@@ -94,8 +93,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
 
     def __post_init__(self):
         check_compared(self)
-        with own_precision(self):
-            super().__post_init__()
+        super().__post_init__()
         check_shared(self)
         for what, names in _GRPO_ONLY.items():
             require_defaults(self, what + "; leave it at {!r}", *names)

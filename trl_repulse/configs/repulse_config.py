@@ -5,7 +5,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_repulse_config, check_shared, check_target_is_used, own_precision, require
+from ._checks import check_compared, check_repulse_config, check_shared, require
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
 from .shared_config import SharedConfig, documented, option
@@ -133,7 +133,13 @@ class NegativeTermConfig:
     proposal_vllm_group_port: int = 51217
 
     def __post_init__(self):
-        check_target_is_used(self)
+        # A β that the hot policy's default potential ignores
+        ignored = self.proposal == "hot_policy" and self.potential is None and self.alpha != 0
+        remedy = (
+            "has no effect on the hot policy, which pushes down what is under `bad_reward_threshold`; set "
+            "`proposal='learned'` (the paper's), or leave it unset"
+        )
+        require(self, not ignored or self.target_dist_beta is None, "target_dist_beta", remedy)
         self.fill_in()
         super().__post_init__()  # type: ignore[misc]  # of the other base class
 
@@ -258,8 +264,7 @@ class RePULSeGRPOConfig(NegativeTermConfig, SharedConfig, GRPOConfig):
 
     def __post_init__(self):
         check_compared(self)
-        with own_precision(self):
-            super().__post_init__()
+        super().__post_init__()
         check_shared(self)
         remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
         require(self, self.reward_transform is None, "reward_transform", remedy)

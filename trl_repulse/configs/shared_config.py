@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ._checks import own_precision
+
 
 # TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
@@ -34,7 +36,7 @@ def documented(cls: type) -> type:
 
 @dataclass
 class WholePrompts:
-    """Mixin before [`~trl.GRPOConfig`] whose default evaluation batch does not split a prompt's completions."""
+    """Mixin before [`~trl.GRPOConfig`]: [`own_precision`], and evaluation batches that split no prompt's completions."""
 
     per_device_eval_batch_size: int | None = option(
         None,
@@ -46,7 +48,8 @@ class WholePrompts:
         if self.per_device_eval_batch_size is None:
             drawn = max(self.num_generations_eval or self.num_generations or 1, 1)
             self.per_device_eval_batch_size = max(max(self.per_device_train_batch_size, 8) // drawn, 1) * drawn
-        super().__post_init__()
+        with own_precision(self):
+            super().__post_init__()
 
 
 def without_secrets(settings: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +107,6 @@ class SharedConfig(WholePrompts):
             or discard them (2). If `None`, 1 if LoRA adapters are pushed over a fixed base, else 2.
     """
 
-    # Parameters that control the rewards
     reward_transform: Literal["exponential", "indicator"] | None = None
     reward_transform_alpha: float = 1.0
     reward_transform_beta: float = -1.0
@@ -112,11 +114,9 @@ class SharedConfig(WholePrompts):
     bad_reward_threshold: float | None = None
     save_negatives: bool = False
 
-    # Parameters that control the scoring
     disable_dropout: bool = True
     share_prompts: Literal["auto", True, False, "true", "false"] = "auto"
 
-    # Parameters that control vLLM
     vllm_sleep_level: Literal[1, 2] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -246,10 +246,8 @@ def check_prompt_lengths(
     context, name = getattr(config.get_text_config(), "max_position_embeddings", None), "the model's context"
     if max_length is not None and (context is None or max_length < context):
         context, name = max_length, max_length_name
-    if context is None:
-        return
     for ids, prompt in zip(prompt_ids, prompts, strict=True):
-        if len(ids) + max_completion_length > context:
+        if context is not None and len(ids) + max_completion_length > context:
             raise ValueError(
                 f"A prompt of {len(ids)} tokens and `max_completion_length={max_completion_length}` exceed "
                 f"{name} of {context} tokens; shorten or drop the prompt that begins {str(prompt)[:60]!r}."

@@ -107,9 +107,8 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_text(path: Path) -> str:
     """The file's text without a byte-order mark; line breaks stay as they are."""
-    content = path.read_bytes()
     try:
-        text = content.decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(f"Line {line} of `{path}` is not UTF-8 text ({error}); save the file as UTF-8.") from error

@@ -26,46 +26,35 @@ class FunctionReward:
         self.path = real if real.suffix == ".py" else path  # the Hub's cache links to files without a suffix
         self.function = self.__name__ = function
         self.label_column = label_column
-        self._load()
-
-    def _load(self) -> None:
-        """Loads the function, and what columns it takes. Raises a `ValueError` if there is no such function."""
         module = _run(self.path)
-        if self.function not in vars(module):
+        if function not in vars(module):
             names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise ValueError(
-                f"`{self.path}` has no function `{self.function}`, only {', '.join(names) or 'none'}; name one of those."
+                f"`{self.path}` has no function `{function}`, only {', '.join(names) or 'none'}; name one of those."
             )
-        function = vars(module)[self.function]
-        if not callable(function) or inspect.isclass(function):
-            raise ValueError(
-                f"`{self.function}` in `{self.path}` is no function but {function!r:.60}; name a function."
-            )
-        if is_async(function):
-            raise ValueError(
-                f"`{self.function}` in `{self.path}` is asynchronous; import it and give it to the trainer itself."
-            )
-        self._call = function
-        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-        if all(
-            p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
-        ):  # a decorator that passes everything on
-            parameters = inspect.signature(function).parameters.values()
+        self._call = vars(module)[function]
+        named = f"`{function}` in `{self.path}`"
+        if not callable(self._call) or inspect.isclass(self._call):
+            raise ValueError(f"{named} is no function but {self._call!r:.60}; name a function.")
+        if is_async(self._call):
+            raise ValueError(f"{named} is asynchronous; import it and give it to the trainer itself.")
+        parameters = inspect.signature(self._call, follow_wrapped=False).parameters.values()
+        # A decorator that passes everything on
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+            parameters = inspect.signature(self._call).parameters.values()
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self._names = {p.name for p in named}
-        self._required = {p.name for p in named if p.default is p.empty}
+        with_names = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._names = {p.name for p in with_names}
+        self._required = {p.name for p in with_names if p.default is p.empty}
         self._queries = "queries" in self._names and "completions" not in self._names
-        self._picks_labels = self.label_column is not None and (
-            self._queries or self._takes_all or "labels" in self._names
-        )
+        self._picks_labels = label_column is not None and (self._queries or self._takes_all or "labels" in self._names)
         if self._queries:
             fits = self._required <= {"queries", "prompts", "labels"}
         else:
             fits = "completions" in self._names or self._takes_all
         if not fits or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ValueError(
-                f"`{self.function}{inspect.signature(function)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
+                f"`{function}{inspect.signature(self._call)}` in `{self.path}` has no signature of a reward function; write {_FORMS}."
             )
 
     @property
@@ -84,15 +73,11 @@ class FunctionReward:
         """Rewards of completions, as TRL calls a reward function. Raises `ValueError` if the data set lacks a column that
         the function needs, or the function does not return one finite number or `None` a completion."""
         if self._queries:
-            arguments = {
-                "queries": as_queries(prompts, completions),
-                "prompts": prompts,
-                "labels": pick_labels(kwargs, self.label_column, len(prompts)),
-            }
+            arguments = {"queries": as_queries(prompts, completions), "prompts": prompts}
         else:
             arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
-            if self._picks_labels:
-                arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
+        if self._queries or self._picks_labels:
+            arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
         where = f"The reward function `{self.function}` of `{self.path}`"
         lacking = sorted(self._required - arguments.keys())
         if lacking:
@@ -150,11 +135,10 @@ def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module
-    beside = {file.stem for file in path.parent.glob("*.py")}
-    namesakes = {
-        each: sys.modules.pop(each) for each in beside & sys.modules.keys() if _is_of_users(each, path.parent)
-    }
-    sys.path.insert(0, str(path.parent))  # for modules beside it, as Python does for a script
+    folder = path.parent
+    beside = {file.stem for file in folder.glob("*.py")} & sys.modules.keys()
+    namesakes = {each: sys.modules.pop(each) for each in beside if _is_of_users(each, folder)}
+    sys.path.insert(0, str(folder))  # for modules beside it, as Python does for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -162,7 +146,7 @@ def _run(path: Path) -> ModuleType:
         raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); fix it first.") from error
     finally:
         sys.modules.update(namesakes)
-        sys.path.remove(str(path.parent))
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))  # for imports inside its functions, behind all others
+        sys.path.remove(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # for imports inside its functions, behind all others
     return module

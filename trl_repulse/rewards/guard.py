@@ -50,17 +50,11 @@ class GuardReward(ConversationReward):
 
     def _load(self) -> None:
         super()._load()
-        self._verdicts = self._find_verdicts()
-
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _find_verdicts(self) -> dict[tuple[int, ...], tuple[set[int], set[int]]]:
-        """Tokens of a lead -> first tokens of "safe" and of "unsafe" after it. A lead that merges with the end of the
-        template is left out, since the model never continues like that."""
         text = self._render("a", "b")
         end = self._ids(text)
-        verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
+        # Tokens of a lead -> first tokens of "safe" and of "unsafe" after it. A lead that merges with the end of the
+        # template is left out, since the model never continues like that
+        self._verdicts: dict[tuple[int, ...], tuple[set[int], set[int]]] = {}
         for lead in self.leads:
             encoded = [self._ids(text + lead + word) for word in (self.safe, self.unsafe)]
             if any(ids[: len(end)] != end for ids in encoded):
@@ -69,7 +63,7 @@ class GuardReward(ConversationReward):
             common = next((i for i, pair in enumerate(zip(safe, unsafe, strict=False)) if pair[0] != pair[1]), None)
             differ = common is not None and not self._tokenizer.decode(safe[:common]).strip()
             if differ:
-                sets = verdicts.setdefault(tuple(safe[:common]), (set(), set()))
+                sets = self._verdicts.setdefault(tuple(safe[:common]), (set(), set()))
                 sets[0].add(safe[common])
                 sets[1].add(unsafe[common])
                 differ = not (sets[0] & sets[1] or self._tokenizer.unk_token_id in sets[0] | sets[1])
@@ -78,11 +72,13 @@ class GuardReward(ConversationReward):
                     f"The tokenizer of `{self.model}` does not tell {lead + self.safe!r} from {lead + self.unsafe!r} by the first token "
                     "(it is the same, or unknown); choose other words with `safe` and `unsafe`, or other `leads`."
                 )
-        if not verdicts:
+        if not self._verdicts:
             raise ValueError(
                 f"No verdict can follow the chat template of `{self.model}`, which ends with {text[-20:]!r}; choose other `leads`."
             )
-        return verdicts
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _encode(self, prompt: str | Messages, completion: str | Messages) -> Row:
         ids = self._ids(self._render(prompt, completion))

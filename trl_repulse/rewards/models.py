@@ -79,10 +79,15 @@ class ModelReward(ABC):
         self._module = load_model(self._auto_class, self.model, "reward model", **options)
         check_reward_tokens(self._module, self._tokenizer, f"`{self.model}`")
         self._module.eval()
+        config = self._module.config.get_text_config()
         # Read once: classifiers set it in their configuration for each batch
-        declared = (self._module.config.get_text_config().pad_token_id, self._tokenizer.pad_token_id)
+        declared = (config.pad_token_id, self._tokenizer.pad_token_id)
         self._declared_pad_token_id = next((i for i in declared if i is not None and i >= 0), None)
-        self._context = self._count_positions()
+        self._context = getattr(config, "max_position_embeddings", None)  # `None` without a limit
+        for name, layer in self._module.named_modules():
+            # RoBERTa and MPNet count positions from after the padding index
+            if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
+                self._context = layer.num_embeddings - layer.padding_idx - 1
 
     def _adapter_options(self, revision: str) -> dict[str, Any]:
         """Further options of `load_model` for an adapter's base; none here."""
@@ -144,15 +149,6 @@ class ModelReward(ABC):
             return self._declared_pad_token_id
         last = {row["input_ids"][-1] for row in rows}
         return next(i for i in range(len(last) + 1) if i not in last)
-
-    def _count_positions(self) -> int | None:
-        """Number of positions that the model has; `None` without a limit."""
-        context = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
-        for name, layer in self._module.named_modules():
-            # RoBERTa and MPNet count positions from after the padding index
-            if name.endswith("position_embeddings") and getattr(layer, "padding_idx", None) is not None:
-                context = layer.num_embeddings - layer.padding_idx - 1
-        return context
 
 
 @dataclass(eq=False, kw_only=True)
