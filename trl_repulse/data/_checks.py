@@ -203,8 +203,12 @@ def check_eval_batch(args: Any) -> None:
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:
-    """Refuses, before training, a `metric_for_best_model` that belongs to none of several evaluation sets."""
+    """Refuses, before training, a `metric_for_best_model` that belongs to none of several evaluation sets, or needs a threshold."""
     best = args.metric_for_best_model
+    if best is not None and best.endswith("bad_fraction") and args.bad_reward_threshold is None:
+        raise ValueError(
+            f"`metric_for_best_model={best!r}` needs `bad_reward_threshold`, the reward below which a completion is bad."
+        )
     if best is None or not isinstance(eval_dataset, dict):
         return
     if not best.removeprefix("eval_").startswith(tuple(f"{name}_" for name in eval_dataset)):

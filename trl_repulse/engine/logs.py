@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from .._numbers import is_bad
 from .._trl import TensorBoardCallback, TrackioCallback, print_prompt_completions_sample
 from ..math.importance import distinct_share, effective_sample_size, log_z_estimate, max_weight_share
 from ..math.objective import is_below
-from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, diagnose
+from .diagnosis import AT_ONCE, PATIENCE, SYMPTOMS, UPDATES, RunLog, diagnose
 from .trl_bridge import logged_apart
 
 
@@ -502,7 +503,7 @@ class Tables:
                     row |= {"prompt": prompt, "completion": completion, "reward": reward}
                     if self._transforms:
                         row["reward_transformed"] = transformed
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
     def record_advantages(self, rows: torch.Tensor, advantages: torch.Tensor, local: int) -> None:
         """Adds the latest batch's advantages to the policy's table; `rows` are their places among this process's `local` rows, of the same
@@ -533,8 +534,8 @@ class Tables:
         for model, logs in (("policy", self.own), ("proposal", self.extra)):
             known: list[Any] = logs["extra"].get("reward") or next(iter(logs["rewards"].values()), [])
             for reward, *texts in zip(known, logs["prompt"], logs["completion"], strict=bool(known)):
-                if reward is not None and not math.isnan(reward):
-                    worst.append((step, model, *map(_text, texts), reward))
+                if isinstance(reward, numbers.Real) and not math.isnan(reward):  # a function may log others
+                    worst.append((step, model, *map(_text, texts), float(reward)))
         if (logs := self.extra)["prompt"]:
             if is_rich_available():
                 extra = {"model": ["proposal"] * len(logs["prompt"]), **logs["extra"]}
@@ -639,6 +640,8 @@ class Watch:
         if step < self._next:
             return
         self._next = max(step + (UPDATES if step >= UPDATES else 1), round(1.1 * step))
+        if not RunLog(state.log_history, {}).updates:  # a callback's own log, before any reward or loss
+            return
         for finding in diagnose(state.log_history, vars(self._args)).findings:
             early = step < PATIENCE and finding.symptom not in AT_ONCE  # when most symptoms are common
             if finding.symptom not in self._told and not early:

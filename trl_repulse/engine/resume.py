@@ -211,7 +211,7 @@ def save_position(trainer: Any, checkpoint: Path) -> None:
         "prompt": None if trainer._conversation is None else _rendered(trainer, trainer._conversation),
     }
     save_file(tensors, checkpoint / f"position-{rank}.safetensors")
-    (checkpoint / f"position-{rank}.json").write_text(json.dumps(position, indent=2), encoding="utf-8")
+    (checkpoint / f"position-{rank}.json").write_text(json.dumps(position, indent=2, default=str), encoding="utf-8")
     trainer.accelerator.wait_for_everyone()
 
 

@@ -211,8 +211,15 @@ def adapters_kept(model: nn.Module) -> Iterator[None]:
     if not is_peft_model(model):
         yield
         return
-    names = set(model.peft_config)
-    with trainable_kept(model):
-        yield
-        for name in set(model.peft_config) - names:
-            model.delete_adapter(name)
+    names, load_adapter = set(model.peft_config), model.load_adapter
+
+    def load_own(model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        # A second model's may not fit the policy: another size or architecture, or biases
+        return load_adapter(model_id, adapter_name, *args, **kwargs) if adapter_name in names else None
+
+    model.load_adapter = load_own
+    try:
+        with trainable_kept(model):
+            yield
+    finally:
+        del model.load_adapter

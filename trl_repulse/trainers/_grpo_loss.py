@@ -6,6 +6,7 @@ Axis letters: B rows of a generation batch or of a micro-batch, each with m extr
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .._trl import require_known_options
 from ..engine.logs import PROPOSAL_FOLDER, drop_batch_means
 from ..engine.scoring import Layout, Scores, SetScores, token_log_probs
 from ..engine.second_model import SecondAdapter
-from ..engine.units import OWN, Units
+from ..engine.units import OWN, Units, local_rows
 from ..math.importance import engine_ratios
 from ..math.objective import policy_gradient_loss, scale_gradient
 from ..models._adapters import trainable_kept
@@ -53,7 +54,7 @@ class GRPOLossTrainer(BaseTrainer):
     def _draw_rows(self, inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor | Any]:
         """TRL's generation batch, with `rewards` `(B,)`, logged without padding rows. A collective call."""
         logs, tables = self._logs_of_run, self._tables
-        with logs.weighing(logs.real_rows(len(inputs))) as metrics:
+        with logs.weighing(logs.real_rows(len(inputs))) as metrics, self._keeping_rewards():
             batch = super()._generate_and_score_completions(inputs)
             drop_batch_means(metrics, *self._dropped)
         batch["completion_mask"] = batch["completion_mask"] * logs.are_real(len(inputs)).unsqueeze(1)
@@ -71,6 +72,26 @@ class GRPOLossTrainer(BaseTrainer):
         logs.distinct(ids, mask, rewards.view(-1, generations))
         first = self.accelerator.process_index * len(inputs)
         return batch | {"rewards": rewards[first : first + len(inputs)]}  # (B,)
+
+    @contextlib.contextmanager
+    def _keeping_rewards(self) -> Iterator[None]:
+        """Context in which rewards are kept, and shown in the table, as `_calculate_rewards` returns them, also a subclass's."""
+        calculate = self._calculate_rewards
+        before = {name: value for name, value in vars(self).items() if name == "_calculate_rewards"}
+
+        def kept(inputs: Any, *args: Any) -> torch.Tensor:
+            per_func = self._rewards_per_func = calculate(inputs, *args)
+            if len(self.reward_func_names) > 1:  # a column of the same name that a reward function logged stays
+                rewards = self._weighted(per_func)[local_rows(self.accelerator, len(inputs))]
+                self._pending_extra_logs.setdefault("reward", rewards.tolist())
+            return per_func
+
+        vars(self)["_calculate_rewards"] = kept
+        try:
+            yield
+        finally:
+            del vars(self)["_calculate_rewards"]
+            vars(self).update(before)
 
     def _credit(self, batch: dict[str, torch.Tensor | Any]) -> dict[str, torch.Tensor]:
         """What a trainer adds to TRL's batch, in place of GRPO's advantages."""

@@ -632,17 +632,20 @@ class BaseTrainer(GRPOTrainer):
         rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
         if not all(are_models):  # functions can log
             logs.record_pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
-        self._rewards_per_func = rewards_per_func  # (B_all, F)
         return rewards_per_func
 
     def _weigh_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Weighted rewards of all processes, `(B_all,)`, from the functions' `(B_all, F)`, which are logged: NaN where no function gave
         one, which is not a reward of 0."""
-        rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
-        rewards[rewards_per_func.isnan().all(dim=1)] = torch.nan
+        rewards = self._weighted(rewards_per_func)
         names = self.reward_func_names
         self._logs_of_run.rewards(names, rewards_per_func, rewards, lambda: self.bad_reward_threshold)
         return rewards
+
+    def _weighted(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """Weighted rewards `(B_all,)` from the functions' `(B_all, F)`."""
+        rewards = (rewards_per_func * self.reward_weights.to(rewards_per_func.device)).nansum(dim=1)
+        return rewards.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
     # Hooks of TRL: steps, evaluation, logs
 
@@ -682,6 +685,10 @@ class BaseTrainer(GRPOTrainer):
             output.metrics[f"{metric_key_prefix}_{name}"] = sum(known) / len(known) if known else None
         metrics.clear()
         return output
+
+    def get_test_dataloader(self, test_dataset):
+        """As TRL's of an evaluation: the Trainer's would give a stream's prompts once, and not once for each completion."""
+        return self.get_eval_dataloader(test_dataset)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """As TRL's, with a loss and metrics of the rows of the batch that are no padding. A collective call."""
@@ -763,6 +770,7 @@ class BaseTrainer(GRPOTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         """As the Trainer's, also for second models; then restores the rest of a checkpoint. All processes must call it."""
         self._logs_of_run.drop()  # of a run that failed
+        self._step, self._buffered_inputs = 0, None  # or batches would begin in the middle of an update
         if self._negative is not None:
             self._negative.drop()
         if isinstance(self.proposal, SecondAdapter):  # the policy's optimizer and engine do without it
