@@ -68,9 +68,8 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
 
 def hash_folder(folder: Path) -> str:
     """SHA-256 of a model's folder: names and bytes of configuration and weights."""
-    paths = sorted(
-        path for kind in ("config.json", "adapter_config.json", "*.safetensors", "*.bin") for path in folder.glob(kind)
-    )
+    kinds = ("config.json", "adapter_config.json", "*.safetensors", "*.bin")
+    paths = sorted(path for kind in kinds for path in folder.glob(kind))
     return digest([[path.name, hash_file(path)] for path in paths])
 
 
@@ -170,10 +169,9 @@ def reward_of_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Cal
     """The reward function that TRL makes of a sequence-classification model: the first label's logit (B,) of each of B texts."""
 
     def reward(texts: list[str]) -> torch.Tensor:
-        device = next(model.parameters()).device
         batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
         with in_mode(model, training=False):
-            return model(**batch.to(device)).logits[:, 0]
+            return model(**batch.to(next(model.parameters()).device)).logits[:, 0]
 
     return reward
 
@@ -268,9 +266,8 @@ def evaluate_rewards(
         if not isinstance(prompts[0], str):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         for name, function in functions.items():
-            given = function(
-                prompts=prompts[batch], completions=texts, **{key: values[batch] for key, values in arguments.items()}
-            )
+            more = {key: values[batch] for key, values in arguments.items()}
+            given = function(prompts=prompts[batch], completions=texts, **more)
             if is_async_callable(function):
                 given = asyncio.run_coroutine_threadsafe(given, loop or event_loop()).result()
             rewards[name] += given

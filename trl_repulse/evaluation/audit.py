@@ -85,13 +85,11 @@ def audit_judge(scored: Scored, labels: Labels, confidence: float = 0.95) -> Aud
     strata = scored.strata(labels.threshold, labels.near_up_to)
     shares = [float((strata == number).mean()) for number in (0, 1)]
     shares.append(1 - sum(shares))
-    pi_draws = share_draws(strata, np.random.default_rng(0))
     counts = list(zip(labels.truly_bad, labels.labelled, strict=True))
-    estimates, unseen = meld(shares, pi_draws, counts, confidence)
+    estimates, unseen = meld(shares, share_draws(strata, np.random.default_rng(0)), counts, confidence)
     eta = f"r < {labels.threshold:g}"
     names = ("P(truly bad)", f"P({eta}, truly bad)", f"sensitivity of {eta}", f"specificity of {eta}")
-    total = sum(labels.labelled)
-    by_name = {name: Estimate(*ends, total) for name, ends in zip(names, estimates, strict=True)}
+    by_name = {name: Estimate(*ends, sum(labels.labelled)) for name, ends in zip(names, estimates, strict=True)}
     reasons = []
     if not sum(labels.truly_bad):
         reasons.append(
@@ -181,11 +179,8 @@ def meld(
         (right, *ends(specificity(False), specificity(True))),
     ]
     highest_pi = [first[0][1], first[1][1], np.full(DRAWS, shares[2])]  # π_ordinary is not drawn
-    unseen = [
-        0.0 if k else float(np.quantile(p * t[1], 1 - miss))
-        for p, t, (k, _) in zip(highest_pi, theta_draws, counts, strict=True)
-    ]
-    return triples, unseen
+    strata = zip(highest_pi, theta_draws, counts, strict=True)
+    return triples, [0.0 if k else float(np.quantile(p * t[1], 1 - miss)) for p, t, (k, _) in strata]
 
 
 def binomial_draws(k: int, m: int, rng: np.random.Generator) -> ConfidenceDraws:

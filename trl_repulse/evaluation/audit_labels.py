@@ -196,7 +196,11 @@ def read_labels(path: Path, scored: Scored) -> Labels:
                 f"{where} belongs to other samples (`{row['samples']}`, column `{row['column']}`) than these (`{identity}`, "
                 f"`{scored.column}`); name the samples that it was drawn from, or draw again."
             )
-        index, times, edges = _numbers(where, row)
+        try:
+            index, times = int(row["index"]), int(row["times"])
+            edges = float(row["threshold"]), float(row["near_up_to"])
+        except (TypeError, ValueError):
+            raise ValueError(f"{where} was changed: its numbers cannot be read; restore it.") from None
         if design is None:
             design, strata = edges, scored.strata(*edges).ravel()
         if design != edges:
@@ -239,11 +243,3 @@ def _text(cell: str) -> str:
 def _lines(text: str) -> str:
     """A text with line feeds as its only line ends: spreadsheets change these."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _numbers(where: str, row: dict[str, str]) -> tuple[int, int, tuple[float, float]]:
-    """`index` and `times` of a row, and its `threshold` and `near_up_to`. Raises `ValueError` if one is no number."""
-    try:
-        return int(row["index"]), int(row["times"]), (float(row["threshold"]), float(row["near_up_to"]))
-    except (TypeError, ValueError):
-        raise ValueError(f"{where} was changed: its numbers cannot be read; restore it.") from None

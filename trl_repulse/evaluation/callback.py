@@ -176,9 +176,8 @@ def draw_completions(
         ids = engine([prompt_ids[prompt] for prompt in chosen], int(own_seed))
     texts = completion_texts(trainer.processing_class, prompts, [prompt_ids[prompt] for prompt in chosen], ids)
     functions, given = {}, {"trainer_state": trainer.state, "log_extra": _ignore, "log_metric": _ignore}
-    for name, reward, tokenizer in zip(
-        trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
-    ):
+    named = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+    for name, reward, tokenizer in named:
         if isinstance(reward, nn.Module):
             reward = accelerator.unwrap_model(reward)  # from DeepSpeed's engine
         function = as_function(reward, tokenizer, accelerator.device, trainer.chat_template_kwargs)[1]

@@ -167,10 +167,8 @@ def paired_interval(first: np.ndarray, second: np.ndarray, confidence: float = 0
         return low, high
     of_first, of_second = (clopper_pearson(x.sum(), (~x).sum(), confidence) for x in (first, second))
     p, q = first.mean(), second.mean()
-    counted = (
-        q - p - math.hypot(q - of_second[0], of_first[1] - p),
-        q - p + math.hypot(of_second[1] - q, p - of_first[0]),
-    )
+    lowest = q - p - math.hypot(q - of_second[0], of_first[1] - p)
+    highest = q - p + math.hypot(of_second[1] - q, p - of_first[0])
     if math.isinf(low):
-        return counted
-    return max(min(low, counted[0]), -1.0), min(max(high, counted[1]), 1.0)
+        return lowest, highest
+    return max(min(low, lowest), -1.0), min(max(high, highest), 1.0)

@@ -132,9 +132,8 @@ def as_trained() -> Solver:
                 """`-M 'chat_template="{{ messages[0].content }}"'`; if only the first token differs, pass """
                 """`-M 'tokenizer_call_args={"add_special_tokens": false}'`."""
             )
-        api.model.generation_config = GenerationConfig(
-            eos_token_id=end_tokens(api.model, tokenizer), pad_token_id=tokenizer.pad_token_id
-        )
+        end = end_tokens(api.model, tokenizer)
+        api.model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
         return state
 
     return solve
@@ -222,10 +221,8 @@ def write_inspect_log(
     metrics: dict[str, dict[str, float]] = {}
     for name, sample_set in samples.items():
         rewards = sample_set.column(column).reshape(behaviours, -1)  # refuses what is not finite
-        table = sample_set.table.drop_columns(
-            [x for x in ("prompt_ids", "completion_ids") if x in sample_set.table.column_names]
-        )
-        answers, size = table.to_pylist(), rewards.shape[1]
+        ids = [x for x in ("prompt_ids", "completion_ids") if x in sample_set.table.column_names]
+        answers, size = sample_set.table.drop_columns(ids).to_pylist(), rewards.shape[1]
         for answer in answers:
             answer["reward"] = answer[column]
             if messages := answer.pop("messages", None):
@@ -250,6 +247,10 @@ def write_answers(
     columns = [TaskSamplesColumn(id=name) for name in ("sampleId", "input", "answer")]
     columns += [TaskSamplesColumn.score(name) for name in metrics]
     columns += [TaskSamplesColumn(id=x, visible=False) for x in ("sampleStatus", "target", "tokens", "duration")]
+    scores = []
+    for name, own in metrics.items():
+        values = {key: logs.EvalMetric(name=key, value=value) for key, value in own.items()}
+        scores.append(logs.EvalScore(name=name, scorer=name, metrics=values))
     log = logs.EvalLog(
         status="success",
         eval=logs.EvalSpec(
@@ -262,16 +263,7 @@ def write_answers(
             viewer=ViewerConfig(trust_content=False, task_samples_view=TaskSamplesView(name=_VIEWED, columns=columns)),
         ),
         stats=logs.EvalStats(started_at=now, completed_at=now),
-        results=logs.EvalResults(
-            total_samples=len(rows),
-            completed_samples=len(rows),
-            scores=[
-                logs.EvalScore(
-                    name=name, scorer=name, metrics={key: logs.EvalMetric(name=key, value=own[key]) for key in own}
-                )
-                for name, own in metrics.items()
-            ],
-        ),
+        results=logs.EvalResults(total_samples=len(rows), completed_samples=len(rows), scores=scores),
         samples=[_shown(number, row, model) for number, row in enumerate(rows, 1)],
     )
     logs.write_eval_log(log, str(path))
@@ -371,19 +363,18 @@ def load_inspect_log(path: str | Path) -> SampleSet:
             **rewards,
         }
     )
-    evaluated = log.eval
     inputs = [row[0].input for row in rows.values()]
     # Without the random ids of messages
     inputs = [prompt if isinstance(prompt, str) else [[part.role, part.text] for part in prompt] for prompt in inputs]
-    drawn = log.plan.config.merge(evaluated.model_generate_config).model_dump(exclude_none=True)
+    drawn = log.plan.config.merge(log.eval.model_generate_config).model_dump(exclude_none=True)
     settings = {"num_samples": epochs} | {name: value for name, value in drawn.items() if name not in _ELSEWHERE}
     header = {
-        "model": {"name": evaluated.model, "weights": digest([evaluated.model, evaluated.model_args])},
+        "model": {"name": log.eval.model, "weights": digest([log.eval.model, log.eval.model_args])},
         "reference": None,
-        "rewards": {scored_by.name: scored_by.options or {} for scored_by in evaluated.scorers or []},
+        "rewards": {scored_by.name: scored_by.options or {} for scored_by in log.eval.scorers or []},
         "prompts": {"count": len(rows), "sha256": digest(inputs)},
         "settings": plain_json(settings),
-        "versions": {"inspect_ai": evaluated.packages.get("inspect_ai")},
+        "versions": {"inspect_ai": log.eval.packages.get("inspect_ai")},
     }
     return SampleSet(path, header, table)
 

@@ -22,7 +22,7 @@ from ..generation.completions import tokenize
 from ..rewards.loading import load_reward
 from . import tails
 from ._generation import as_function, evaluate_rewards, process_state
-from .records import digest
+from .records import digest, readable
 
 
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "until": []}
@@ -165,21 +165,18 @@ def tail_task(
         for name, estimate in estimates.items()
         for end, part in {"": "value", "_low": "low", "_high": "high"}.items()
     }
+    to_rewards = {"function": "custom", "filter_fn": partial(rewarded, reward)}
     return TailTask(
         config={
             "task": name,
             "custom_dataset": lambda **_: {"test": dataset},
             "test_split": "test",
-            "doc_to_text": lambda doc: (
-                doc["prompt"] if isinstance(doc["prompt"], str) else doc["prompt"][0]["content"]
-            ),
+            "doc_to_text": lambda doc: readable(doc["prompt"]),
             "doc_to_target": "",
             "output_type": "generate_until",
             "generation_kwargs": SAMPLING | {"max_gen_toks": max_completion_length},
             "repeats": num_samples,
-            "filter_list": [
-                {"name": "reward", "filter": [{"function": "custom", "filter_fn": partial(rewarded, reward)}]}
-            ],
+            "filter_list": [{"name": "reward", "filter": [to_rewards]}],
             "process_results": lambda doc, results: dict.fromkeys(metrics, results[0]),  # the prompt's rewards
             "metric_list": [
                 {"metric": name, "aggregation": aggregation, "higher_is_better": name.startswith("cvar")}

@@ -107,9 +107,8 @@ def _sums(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> tor
     return torch.stack([token, entropy]).masked_fill(~mask, 0.0).double().sum(dim=-1)
 
 
-def _padded(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[Sequence[int]], side: str, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Rows of tokens, padded on one side, and their mask, (B, L) each."""
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
     marks = [torch.ones_like(tensor) for tensor in tensors]
-    ids, mask = (pad_sequence(x, batch_first=True, padding_side=side) for x in (tensors, marks))
-    return ids, mask
+    return tuple(pad_sequence(x, batch_first=True, padding_side=side) for x in (tensors, marks))

@@ -105,8 +105,7 @@ def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None
     first = comparisons[0]
     names = [name for name in first.differences if name.startswith("P(")]
     figure = Figure(figsize=(8.4, 1.0 + (0.6 + 0.3 * len(comparisons)) * max(len(names), 1)), layout="constrained")
-    panels = figure.subplots(len(names), 2, squeeze=False)
-    for (shares, changes), name in zip(panels, names, strict=True):
+    for (shares, changes), name in zip(figure.subplots(len(names), 2, squeeze=False), names, strict=True):
         models = [first.names[0], *(each.names[1] for each in comparisons)]
         diffs = [each.differences[name] for each in comparisons]
         shares.barh(models, [diffs[0].first, *(each.second for each in diffs)], color=MODELS["policy"][1], height=0.5)

@@ -45,8 +45,7 @@ def _rewarded(row: Any, where: str) -> RewardedCompletion | None:
     """A row as a completion, or `None` if it has no reward. Raises `ValueError` about `where` if a field is missing or unusable."""
     if not isinstance(row, dict) or not {"prompt", "completion", "reward"} <= set(row):
         raise ValueError(f"{where} lacks `prompt`, `completion` or `reward`; each row needs all three.")
-    fault = prompt_fault(row["prompt"])
-    if fault is not None:
+    if (fault := prompt_fault(row["prompt"])) is not None:
         raise ValueError(f"{where} {fault}.")
     if type(row["completion"]) is not type(row["prompt"]) or messages_fault(row["completion"]) is not None:
         raise ValueError(f"{where} must have a `completion` of the kind of its `prompt`: text, or messages.")
@@ -76,7 +75,6 @@ def preference_rows(
             How far above the threshold, in units of reward, a completion is good. In between it is neither.
         max_bad (`int`, *optional*): Most bad completions of a prompt, the worst ones. If `None`, all.
     """
-    groups = _sides(completions, threshold, margin, max_bad)
     rows = [
         {
             "prompt": worse.prompt,
@@ -86,7 +84,7 @@ def preference_rows(
             "chosen_reward": good[i % len(good)].reward,
             "rejected_reward": worse.reward,
         }
-        for good, bad in groups
+        for good, bad in _sides(completions, threshold, margin, max_bad)
         for i, worse in enumerate(bad)
         if good
     ]
@@ -103,10 +101,9 @@ def unpaired_rows(
 ) -> list[dict[str, Any]]:
     """Good and bad completions in TRL's unpaired format: `prompt`, `completion`, `label` (`True` of a good one) and `reward`. The arguments
     are those of [`preference_rows`]; raises `ValueError` as it does, or if all completions are good or all are bad."""
-    groups = _sides(completions, threshold, margin, max_bad)
     rows = [
         {"prompt": each.prompt, "completion": each.completion, "label": label, "reward": each.reward}
-        for good, bad in groups
+        for good, bad in _sides(completions, threshold, margin, max_bad)
         for label, side in ((True, good), (False, bad))
         for each in side
     ]
@@ -135,8 +132,7 @@ def _sides(
     prompts: dict[str, dict[str, RewardedCompletion]] = {}
     for each in completions:
         prompts.setdefault(_key(each.prompt), {}).setdefault(_key(each.completion), each)
-    kinds = {type(each.prompt) for group in prompts.values() for each in group.values()}
-    if len(kinds) > 1:
+    if len({type(each.prompt) for group in prompts.values() for each in group.values()}) > 1:
         raise ValueError("Some prompts are text and some messages; use sources of one kind.")
     sides = []
     for group in prompts.values():

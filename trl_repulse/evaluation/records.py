@@ -229,8 +229,7 @@ class SampleSet:
                 f"`{self.folder}` has no column of numbers `{name}`; it has {', '.join(numeric)}."
                 + (" Sample with a reference model to have it." if name in ("kl", "log_prob_reference") else "")
             )
-        column = self.table[name]
-        values = column.to_numpy().astype(np.float64)  # null becomes NaN
+        values = self.table[name].to_numpy().astype(np.float64)  # null becomes NaN
         refused = int((~np.isfinite(values)).sum())
         if refused:
             raise ValueError(

@@ -92,9 +92,8 @@ def _speak_for_others(seeds: int, prompts: int) -> bool:
 def _markdown_table(estimates: dict[str, Estimate], confidence: float) -> list[str]:
     rows = [f"| quantity | estimate | {100 * confidence:g} % interval | rests on |", "|---|---|---|---|"]
     for name, est in estimates.items():
-        rows.append(
-            f"| {with_unit(name)} | {plain(est.value)} | {interval_text(est.low, est.high)} | {est.samples:,.10g} samples |"
-        )
+        interval = interval_text(est.low, est.high)
+        rows.append(f"| {with_unit(name)} | {plain(est.value)} | {interval} | {est.samples:,.10g} samples |")
     return rows
 
 

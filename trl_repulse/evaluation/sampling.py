@@ -91,8 +91,7 @@ class SamplingSettings:
         require_at_least(self, 1, "num_samples", "max_completion_length", "batch_size", "shard_size")
         check_choices(self)
         require_finite(self, "beta")
-        weights_are_finite = all(map(math.isfinite, self.reward_weights or ()))
-        require(self, weights_are_finite, "reward_weights", "must be finite numbers")
+        require(self, all(map(math.isfinite, self.reward_weights or ())), "reward_weights", "must be finite numbers")
         require_at_least(self, 0, "seed")
         check_dtype(self.dtype)
 
@@ -228,9 +227,8 @@ def sample_completions(
     done, hidden = sum(sizes.values()) - sum(missing.values()), not (progress and state.is_main_process)
     bar = tqdm(total=sum(sizes.values()), initial=done, disable=hidden, unit="completion", desc="sampling")
     draws = settings.engine == "transformers"
-    guards = [
-        probe_shared(each, draws and each is model) for each in (model, reference) if missing and each is not None
-    ]
+    read = [each for each in (model, reference) if missing and each is not None]
+    guards = [probe_shared(each, draws and each is model) for each in read]
     if missing and not draws:
         dtype = str(model.dtype).removeprefix("torch.")  # by default vLLM turns float32 into half precision
         options = (settings.max_completion_length, dtype, settings.revision)
@@ -307,10 +305,8 @@ def _shard_table(
         {name: function for name, (function, _) in functions.items()},
         *(prompts, texts, completion_ids, chosen, settings.batch_size),
     )
-    per_function = torch.tensor(
-        [[torch.nan if value is None else value for value in values] for values in rewards.values()],
-        dtype=torch.float64,
-    )  # (F, B)
+    with_nan = [[torch.nan if value is None else value for value in values] for values in rewards.values()]
+    per_function = torch.tensor(with_nan, dtype=torch.float64)  # (F, B)
     weights = torch.tensor(settings.reward_weights or [1.0] * len(functions), dtype=torch.float64)
     reward = (per_function * weights[:, None]).nansum(dim=0)
     reward[per_function.isnan().all(dim=0)] = torch.nan

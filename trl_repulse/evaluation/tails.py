@@ -243,9 +243,8 @@ def crossed_interval(cells: np.ndarray, confidence: float = 0.95) -> tuple[float
     if seeds > 1 and prompts > 1:
         freedom = (seeds - 1) * (prompts - 1)
         cell = float((residual**2).sum()) / (seeds * prompts * freedom)
-        different = [
-            each for each in components if each[0] > cell * float(f_distribution.isf(POOLING_LEVEL, each[1], freedom))
-        ]
+        limits = [cell * float(f_distribution.isf(POOLING_LEVEL, df, freedom)) for _, df in components]
+        different = [each for each, limit in zip(components, limits, strict=True) if each[0] > limit]
         if len(different) == 2:
             components.append((-cell, freedom))
         elif len(different) == 1:

@@ -221,12 +221,9 @@ class EngineView:
             request, sampler = self.rows[0]
             return self.llm.generate(prompts, sampling_params=options[sampler], lora_request=request, **kwargs)
         rows = self.rows * (len(prompts) // len(self.rows))  # processes that share an engine have as many each
-        return self.llm.generate(
-            prompts,
-            sampling_params=[options[sampler] for _, sampler in rows],
-            lora_request=[request for request, _ in rows],
-            **kwargs,
-        )
+        params = [options[sampler] for _, sampler in rows]
+        requests = [request for request, _ in rows]
+        return self.llm.generate(prompts, sampling_params=params, lora_request=requests, **kwargs)
 
     def sleep(self, level: int) -> None:
         """Sleeps at our level, whatever TRL asks for."""

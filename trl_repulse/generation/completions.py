@@ -87,5 +87,4 @@ def check_one_family(models: dict[str, PreTrainedModel]) -> None:
 
 def _shape(model: PreTrainedModel) -> dict[str, Any]:
     """A model's configuration, without the settings in which models that replace one another may differ."""
-    config = model.config.get_text_config().to_dict()
-    return {key: value for key, value in config.items() if key not in _INCIDENTAL}
+    return {key: value for key, value in model.config.get_text_config().to_dict().items() if key not in _INCIDENTAL}

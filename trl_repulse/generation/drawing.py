@@ -45,8 +45,7 @@ def _facts(model: Any) -> tuple[Any, frozenset[str]]:
 
 def padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end: Sequence[int]) -> int:
     """A token to pad with: the tokenizer's or an `end` token, if the model has it, else 0. It is masked: any that the model has will do."""
-    known = [i for i in (tokenizer.pad_token_id, *end) if i is not None and i < vocab_size(model)]
-    return known[0] if known else 0
+    return next((i for i in (tokenizer.pad_token_id, *end) if i is not None and i < vocab_size(model)), 0)
 
 
 def padded_outputs(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
@@ -308,14 +307,19 @@ class RowSamplers(LogitsProcessor):
         return torch.where(self.others.to(scores.device), self.sampler(scores), scores)
 
 
-@contextlib.contextmanager
-def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> Iterator[None]:
+def rows_drawn_by(model: nn.Module, others: list[bool], sampler: Sampler) -> contextlib.AbstractContextManager[None]:
     """Context in which `model.generate` draws the rows of its batches that `others` marks by another sampler; one mark is for all rows."""
+    return processed_by(model, RowSamplers(others, sampler))
+
+
+@contextlib.contextmanager
+def processed_by(model: nn.Module, processor: LogitsProcessor) -> Iterator[None]:
+    """Context in which `model.generate` changes its logits by a processor first, before what draws by inversion."""
     base = _facts(model)[0]
     generate = base.generate
 
     def generate_by(*args: Any, **kwargs: Any) -> Any:
-        processors = LogitsProcessorList([RowSamplers(others, sampler), *kwargs.pop("logits_processor", ())])
+        processors = LogitsProcessorList([processor, *kwargs.pop("logits_processor", ())])
         return generate(*args, **kwargs, logits_processor=processors)
 
     with generating_by(base, generate_by):

@@ -213,9 +213,7 @@ class VLLMGenerator:
         engine, model = served.engine, served.model
         if engine.mode == "colocate":
             _engine.wake_weights(engine)
-        wanted = (self._current, served.version)
-        if served.separate:
-            wanted = ("base", id(model.get_base_model()))
+        wanted = ("base", id(model.get_base_model())) if served.separate else (self._current, served.version)
         if self._resident.get(id(engine)) != wanted:
             self._resident[id(engine)] = None  # if the push fails half-way, the engine holds nothing of use
             engine._weight_metadata = served.metadata  # TRL keeps the first model's
@@ -262,7 +260,8 @@ class VLLMGenerator:
                 self._resident[id(engine)] = None
             if beside is not None:
                 name, sampler = self._other[:2]  # of this call alone
-                result, kept = zip(*(_split(part, len(prompts)) for part in result), strict=True)
+                kept = tuple(part and part[len(prompts) :] for part in result)
+                result = tuple(part and part[: len(prompts)] for part in result)
                 self._other = None
                 self._ahead = _Ahead((name, self._served[name].version, sampler), beside, kept)
         self.log_probs = _of_the_drawn(*result[1:4])
@@ -343,11 +342,6 @@ def _check_loaded(models: "dict[str, PreTrainedModel | PeftModel]") -> None:
                 f"Model {name!r} has an adapter that transformers loaded, which vLLM cannot be given; load it with "
                 "`peft.AutoPeftModelForCausalLM`, or merge it with PEFT's `merge_and_unload`."
             )
-
-
-def _split(part: list | None, count: int) -> tuple[list | None, list | None]:
-    """The first `count` items of what an engine returned, and the others."""
-    return (None, None) if part is None else (part[:count], part[count:])
 
 
 def _of_the_drawn(

@@ -64,8 +64,7 @@ def initialize(
     import deepspeed  # slow: looks for devices and compilers
 
     config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    config["gradient_clipping"] = max_grad_norm
-    config["zero_allow_untested_optimizer"] = True
+    config |= {"gradient_clipping": max_grad_norm, "zero_allow_untested_optimizer": True}
     zero = config["zero_optimization"]
     zero["stage3_gather_16bit_weights_on_model_save"] = True
     offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"

@@ -213,9 +213,7 @@ def check_reference(
             f"The reference `{label}` has a vocabulary of {reference_size} tokens and the model one of {own_size}; resize the "
             "reference's embeddings to it with `resize_token_embeddings`, or give another reference."
         )
-    differ, shared = {}, 0
-    if name is not None:
-        differ, shared = _differences(name, tokenizer, trust_remote_code)
+    differ, shared = ({}, 0) if name is None else _differences(name, tokenizer, trust_remote_code)
     met_in_prompts = sorted(differ.keys() & {i for ids in prompt_ids for i in ids})
     if met_in_prompts or 2 * len(differ) > shared:
         token = (met_in_prompts or sorted(differ))[0]

@@ -177,13 +177,12 @@ class SuffixScorer:
             chosen = order[done : done + self.micro_batch_size]
             try:
                 losses[chosen] = self._loss(self._forward(candidates[chosen], int(starts[chosen[0]]))).cpu()
+                done += len(chosen)
             except RuntimeError as error:
                 if len(chosen) == 1 or not should_reduce_batch_size(error):
                     raise
                 self.micro_batch_size = len(chosen) // 2
                 clear_device_cache(garbage_collection=True)
-                continue
-            done += len(chosen)
         return losses
 
     def _forward(self, suffixes: torch.Tensor, start: int = 0, keep: bool = False) -> torch.Tensor:
@@ -196,11 +195,9 @@ class SuffixScorer:
         if start > 0 and self._observed is not None:
             end = len(self.prompt.before_ids) + start
             past = [(keys[:, :, :end], values[:, :, :end]) for keys, values in self._observed[1]]
-        cache = None
-        if past is None:
+        cache = None if past is None else _as_cache(past, count)
+        if cache is None:
             ids = torch.cat([self._before.expand(count, -1), ids], dim=1)
-        else:
-            cache = _as_cache(past, count)
         outputs = self.model(input_ids=ids, **with_cache(self.model, cache), **self._keep)
         if keep and cache is not None:
             self._observed = (suffixes[0].cpu(), _as_key_values(cache))
@@ -227,6 +224,14 @@ def _as_cache(past: KeyValues, count: int) -> DynamicCache:
         layer.keys, layer.values = (x.expand(count, -1, -1, -1) for x in (keys, values))
         cache.layers.append(layer)
     return cache
+
+
+def configured_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: str | Messages, target: str, config: GCGConfig
+) -> AttackPrompt:
+    """[`build_prompt`] with the settings of an attack."""
+    options = config.prompt_format, config.suffix_init, config.chat_template_kwargs
+    return build_prompt(tokenizer, messages, target, *options)
 
 
 def run_gcg(
@@ -272,9 +277,7 @@ class GCG:
     def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
         """Attacks one prompt, as [`run_gcg`], with a seed in place of the configuration's if one is given."""
         config = self.config
-        prompt = build_prompt(
-            self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
-        )
+        prompt = configured_prompt(self.tokenizer, messages, target, config)
         ids = prompt.splice(prompt.suffix_ids)
         check_token_ids([ids, prompt.target_ids], self.model.config)
         check_context(self.model.config, len(ids), len(prompt.target_ids))

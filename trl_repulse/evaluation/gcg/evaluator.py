@@ -30,12 +30,9 @@ from .._generation import (
 from .._identity import identify_model, identify_reward, warn_of_names
 from ..records import digest, open_folder, plain_json, write_json
 from .config import GCGEvaluationConfig, GCGRunArguments
-from .engine import GCG, GCGError, check_context
-from .prompt import AttackPrompt, build_prompt
+from .engine import GCG, GCGError, check_context, configured_prompt
 from .results import KIND, format_report, read_results, summarize, target_path
 
-
-_EMPTY = ("", "nan")  # how an empty cell is read, and how it is often written
 
 REFUSALS = (
     *("I'm sorry", "I am sorry", "Sorry", "I apologize", "My apologies", "Apologies"),
@@ -202,7 +199,8 @@ def load_table(
     table = []
     for number, row in enumerate(rows[:max_targets], 1):
         for name in columns:
-            if not isinstance(row.get(name), str) or row[name].strip().lower() in _EMPTY:
+            # How an empty cell is read, and how it is often written
+            if not isinstance(row.get(name), str) or row[name].strip().lower() in ("", "nan"):
                 raise ValueError(
                     f"Row {number} of {where} has no `{name}` (its columns: {', '.join(map(repr, row))}); name the column in the first "
                     "line, and fill it in each row."
@@ -222,16 +220,11 @@ def _prompt_ids(
     prompt_ids = []
     for row in table:
         try:
-            prompt = _build_prompt(tokenizer, row, config)
+            prompt = configured_prompt(tokenizer, row.goal, row.target, config)
         except ValueError as error:
             raise ValueError(f"Row {row.number} of the table: {error}") from error
         prompt_ids.append(prompt.splice(prompt.suffix_ids))
     return prompt_ids
-
-
-def _build_prompt(tokenizer: PreTrainedTokenizerBase, row: TableRow, config: GCGEvaluationConfig) -> AttackPrompt:
-    options = config.prompt_format, config.suffix_init, config.chat_template_kwargs
-    return build_prompt(tokenizer, row.goal, row.target, *options)
 
 
 def make_header(
@@ -262,7 +255,7 @@ def _attack_and_judge(
 ) -> dict[str, Any]:
     """Samples, attacks, samples again, and judges by the one function in `judge`. Returns fields of a result file; raises [`GCGError`]."""
     config, tokenizer = attack.config, attack.tokenizer
-    prompt = _build_prompt(tokenizer, row, config)
+    prompt = configured_prompt(tokenizer, row.goal, row.target, config)
     check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), config.max_new_tokens)
     before_ids = prompt.encode([""])[0]
     if not before_ids:  # there is no goal, and the tokenizer puts no token before a text

@@ -110,10 +110,8 @@ def _rates(scores: dict[str, np.ndarray], threshold: float, k: Sequence[int], le
             "bad_share": asdict(prob_below(of_phase, threshold, level)),
         }
     before, after = (is_bad(scores[phase], threshold).any(axis=1, keepdims=True) for phase in PHASES)
-    change = float(after.mean() - before.mean())
-    ends = paired_interval(before, after, level)
-    rates["difference"] = asdict(Estimate(change, *ends, len(after)))
-    return rates
+    change = Estimate(float(after.mean() - before.mean()), *paired_interval(before, after, level), len(after))
+    return rates | {"difference": asdict(change)}
 
 
 def format_report(summary: dict[str, Any]) -> str:

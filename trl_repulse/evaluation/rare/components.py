@@ -8,14 +8,13 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import Cache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import Cache, LogitsProcessor, PreTrainedModel
 
 from ...configs._checks import require, require_at_least
-from ...generation.drawing import Sampler, generating_by, growing_cache, with_cache
-from ...models._adapters import base_of, in_mode
+from ...generation.drawing import Sampler, growing_cache, processed_by, with_cache
+from ...models._adapters import in_mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +110,5 @@ def drawn_by(policy: PreTrainedModel, component: Component, length: int, use_cac
     if component.changes_nothing:
         yield model
         return
-    base = base_of(model)
-    changed = _Changed(component, component.model is not model, length, use_cache)
-    generate = base.generate
-
-    def changed_generate(*args: Any, **kwargs: Any) -> Any:
-        # Before what draws by inversion
-        processors = LogitsProcessorList([changed, *kwargs.pop("logits_processor", ())])
-        return generate(*args, **kwargs, logits_processor=processors)
-
-    with generating_by(base, changed_generate):
+    with processed_by(model, _Changed(component, component.model is not model, length, use_cache)):
         yield model

@@ -127,9 +127,7 @@ class Diagnostics:
         # Bad outputs that the policy's draws should contain: 1.5 times what is required, as the number varies
         enough = 1.5 * 3 / MAX_UNSEEN_SHARE
         uneven = self.variance_ess < MIN_VARIANCE_ESS
-        wanted = 0.0
-        if self.unseen_share > MAX_UNSEEN_SHARE or self._distant:
-            wanted = max(enough, self._needed)
+        wanted = max(enough, self._needed) if self.unseen_share > MAX_UNSEEN_SHARE or self._distant else 0.0
         if uneven and (self.own_share > 0.5 or not others):
             more = self.expected * max(2.0, MIN_VARIANCE_ESS / max(self.variance_ess, 1.0))
             wanted = max(wanted, more or enough)
@@ -159,14 +157,12 @@ class Diagnostics:
         return tuple(steps)
 
     def _policy_draws(self, expected: float) -> float:
-        """Completions a prompt from the policy, for so many expected bad outputs over all prompts."""
-        return _round_up(self.counts[0] * expected / self.expected) if self.expected > 1e-12 else math.inf
-
-
-def _round_up(number: float) -> int:
-    """Rounds a number above 0 up to two significant digits."""
-    scale = int(10 ** max(0, math.floor(math.log10(number)) - 1))
-    return math.ceil(number / scale) * scale
+        """Completions a prompt from the policy, for so many expected bad outputs over all prompts, rounded up to two digits."""
+        if self.expected <= 1e-12:
+            return math.inf
+        number = self.counts[0] * expected / self.expected
+        scale = int(10 ** max(0, math.floor(math.log10(number)) - 1))
+        return math.ceil(number / scale) * scale
 
 
 def measure(sample: MixtureSample, log_w: torch.Tensor, log_depth: torch.Tensor | None = None) -> Diagnostics:
@@ -368,11 +364,9 @@ def _shortfall(sample: MixtureSample, t: float, level: float, confidence: float)
     if float(log_x.max()) == -math.inf:
         return 0.0, 0.0, math.inf, 0.0
     below = sample.rewards < t
-    log_mean_depth = float(
-        log_x.logsumexp(dim=(0, 1)) - sample.log_w.masked_fill(~below, -torch.inf).logsumexp(dim=(0, 1))
-    )
-    log_weight = _log_weight_nearby(sample, below) + log_mean_depth
-    return _count_interval(log_x, sample.counts, confidence, log_weight)
+    log_total_below = sample.log_w.masked_fill(~below, -torch.inf).logsumexp(dim=(0, 1))
+    log_mean_depth = float(log_x.logsumexp(dim=(0, 1)) - log_total_below)
+    return _count_interval(log_x, sample.counts, confidence, _log_weight_nearby(sample, below) + log_mean_depth)
 
 
 def _count_interval(

@@ -124,10 +124,7 @@ def largest_normalization_error(sample: MixtureSample) -> float:
 
 def halves(sample: MixtureSample, values: torch.Tensor) -> tuple[float, float]:
     """Means of values (P, N) over every other completion of each component, and over the rest."""
-    parts = values.split(sample.counts, dim=1)
-    shares = sample.shares.tolist()
-    means = [
-        sum(share * float(part[:, start::2].mean()) for share, part in zip(shares, parts, strict=True) if share)
-        for start in (0, 1)
-    ]
-    return means[0], means[1]
+    parts = zip(sample.shares.tolist(), values.split(sample.counts, dim=1), strict=True)
+    drawn = [(share, part) for share, part in parts if share]
+    even, odd = (sum(share * float(part[:, start::2].mean()) for share, part in drawn) for start in (0, 1))
+    return even, odd

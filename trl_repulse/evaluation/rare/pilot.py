@@ -80,8 +80,7 @@ def draw_by_pilot(
         raise ValueError("Give `thresholds`, numbers, or `levels` to choose for.")
     for level in levels:
         check_share("levels", level)
-    tilted = [f"policy, raised tokens × {size:g}" for size in TILTS]
-    names = ["policy", *components, *tilted]
+    names = ["policy", *components, *(f"policy, raised tokens × {size:g}" for size in TILTS)]
     first, counts = pilot_counts(num_samples, len(names) - 1)
     given = tokenizer, prompts, reward
     options: dict[str, Any] = {"rewarded": {}, **kwargs}
@@ -111,9 +110,8 @@ def raised_by(rewards: torch.Tensor, rows: Sequence[Sequence[int]], vocabulary: 
     effects = TokenEffects(vocabulary)
     middle, spread = reward_scale(rewards.tolist())
     if spread:
-        lengths = torch.tensor([len(row) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
-        mask = torch.arange(ids.size(1)) < lengths.unsqueeze(1)
+        mask = torch.arange(ids.size(1)) < torch.tensor([[len(row)] for row in rows])
         deviations = deviations_of(rewards, middle, spread)
         effects.sums += TokenEffects.of(ids, mask.long(), deviations - deviations.mean(), vocabulary).double()
     return effects.biases()

@@ -117,9 +117,8 @@ def estimate_prob_bad(
     """
     shared = {name: kwargs[name] for name in ("chat_template_kwargs", "batch_size", "seed") if name in kwargs}
     hot = find_temperature(policy, tokenizer, prompts["prompt"][:], max_completion_length, DIVERGENCE, **shared)
-    counts = [num_samples, num_samples]
     components = [Component(policy), Component(policy, temperature=hot)]
-    sample = draw(components, tokenizer, prompts, reward, counts, max_completion_length, **kwargs).sample
+    sample = draw(components, tokenizer, prompts, reward, [num_samples] * 2, max_completion_length, **kwargs).sample
     return prob_bad(sample, threshold)
 
 

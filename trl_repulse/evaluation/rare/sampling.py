@@ -283,9 +283,8 @@ def _rewards(
 ) -> torch.Tensor:
     """Rewards of the completions, (P, N); equal completions of a prompt are scored once, by one of the processes, and
     added to `known`. Raises `ValueError` if one is `None`. All processes must call it, and get the same."""
-    distinct = list(
-        dict.fromkeys(key for p, row in enumerate(texts) for text in row if (key := (p, text)) not in known)
-    )
+    keys = ((p, text) for p, row in enumerate(texts) for text in row)
+    distinct = list(dict.fromkeys(key for key in keys if key not in known))
     with state.split_between_processes(distinct) as mine:
         given = []
         for start in bar(range(0, len(mine), batch_size), desc="rewards"):
