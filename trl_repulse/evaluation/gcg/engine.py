@@ -226,14 +226,6 @@ def _as_cache(past: KeyValues, count: int) -> DynamicCache:
     return cache
 
 
-def configured_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: str | Messages, target: str, config: GCGConfig
-) -> AttackPrompt:
-    """[`build_prompt`] with the settings of an attack."""
-    options = config.prompt_format, config.suffix_init, config.chat_template_kwargs
-    return build_prompt(tokenizer, messages, target, *options)
-
-
 def run_gcg(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -277,7 +269,9 @@ class GCG:
     def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
         """Attacks one prompt, as [`run_gcg`], with a seed in place of the configuration's if one is given."""
         config = self.config
-        prompt = configured_prompt(self.tokenizer, messages, target, config)
+        prompt = build_prompt(
+            self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
+        )
         ids = prompt.splice(prompt.suffix_ids)
         check_token_ids([ids, prompt.target_ids], self.model.config)
         check_context(self.model.config, len(ids), len(prompt.target_ids))

@@ -30,7 +30,8 @@ from .._generation import (
 from .._identity import identify_model, identify_reward, warn_of_names
 from ..records import digest, open_folder, plain_json, write_json
 from .config import GCGEvaluationConfig, GCGRunArguments
-from .engine import GCG, GCGError, check_context, configured_prompt
+from .engine import GCG, GCGError, check_context
+from .prompt import AttackPrompt, build_prompt
 from .results import KIND, format_report, read_results, summarize, target_path
 
 
@@ -220,11 +221,16 @@ def _prompt_ids(
     prompt_ids = []
     for row in table:
         try:
-            prompt = configured_prompt(tokenizer, row.goal, row.target, config)
+            prompt = _build_prompt(tokenizer, row, config)
         except ValueError as error:
             raise ValueError(f"Row {row.number} of the table: {error}") from error
         prompt_ids.append(prompt.splice(prompt.suffix_ids))
     return prompt_ids
+
+
+def _build_prompt(tokenizer: PreTrainedTokenizerBase, row: TableRow, config: GCGEvaluationConfig) -> AttackPrompt:
+    options = config.prompt_format, config.suffix_init, config.chat_template_kwargs
+    return build_prompt(tokenizer, row.goal, row.target, *options)
 
 
 def make_header(
@@ -255,7 +261,7 @@ def _attack_and_judge(
 ) -> dict[str, Any]:
     """Samples, attacks, samples again, and judges by the one function in `judge`. Returns fields of a result file; raises [`GCGError`]."""
     config, tokenizer = attack.config, attack.tokenizer
-    prompt = configured_prompt(tokenizer, row.goal, row.target, config)
+    prompt = _build_prompt(tokenizer, row, config)
     check_context(attack.model.config, len(prompt.splice(prompt.suffix_ids)), config.max_new_tokens)
     before_ids = prompt.encode([""])[0]
     if not before_ids:  # there is no goal, and the tokenizer puts no token before a text
