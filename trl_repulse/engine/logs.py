@@ -530,7 +530,8 @@ class Tables:
 
     def show(self, trackers: "Trackers") -> None:
         """Prints the table of extra samples, as TRL does with its own, and sends it with the worst of all samples to the trackers."""
-        step, tables, worst = self._step(), {}, []
+        step, tables = self._step(), {}
+        worst: list[tuple[Any, ...]] = []
         for model, logs in (("policy", self.own), ("proposal", self.extra)):
             known: list[Any] = logs["extra"].get("reward") or next(iter(logs["rewards"].values()), [])
             for reward, *texts in zip(known, logs["prompt"], logs["completion"], strict=bool(known)):
