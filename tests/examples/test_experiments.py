@@ -221,9 +221,13 @@ def test_the_file_says_what_the_command_says(identifier):
 @pytest.mark.parametrize("processes, steps", [(1, 4), (2, 2), (4, 1)])
 def test_an_update_is_the_same_on_any_number_of_processes(monkeypatch, processes, steps):
     monkeypatch.setattr(RePULSeConfig, "world_size", property(lambda self: processes))
+    monkeypatch.setattr("accelerate.utils.get_int_from_env", lambda names, default: processes)
     args = parse("llama/repulse-1")[1]
     found = (args.gradient_accumulation_steps, args.steps_per_generation, args.generation_batch_size)
     assert found == (steps, steps, 80)
+    monkeypatch.setattr(RePULSeConfig, "world_size", 3)
+    with pytest.raises(ValueError, match="`train_batch_size` needs WORLD_SIZE=3 in the environment"):
+        parse("llama/repulse-1", "--num_generations", "4", "--per_device_train_batch_size", "4")
 
 
 def test_a_batch_that_cannot_be_cut_is_refused():

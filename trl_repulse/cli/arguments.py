@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import os
 import re
 import shutil
 import sys
@@ -264,6 +263,7 @@ def parse(
     `ValueError` if arguments are unknown, cannot be read, are out of range or missing, or contradict one another.
     """
     import torch
+    from accelerate.utils import get_int_from_env
 
     argv, parser = _with_config(argv, default_config), TrainingParser(classes, default_config)
     parser.others = launcher_keys
@@ -271,7 +271,7 @@ def parse(
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     given, _ = parser.parse_known_args(parser.read_config(argv))  # TRL's checks need the passes of an update
     if (size := given.train_batch_size) is not None:
-        processes = int(os.environ.get("WORLD_SIZE", 1))
+        processes = get_int_from_env(["WORLD_SIZE"], 1)
         a_pass = given.per_device_train_batch_size * processes
         if size < 1 or size % a_pass:
             raise ValueError(
@@ -280,6 +280,10 @@ def parse(
             )
         argv = [*argv, "--gradient_accumulation_steps", str(size // a_pass)]
     script_args, args, model_args = parser.parse_args_and_config(argv)
+    if size is not None and args.world_size != processes:
+        raise ValueError(
+            f"`train_batch_size` needs WORLD_SIZE={args.world_size} in the environment; use `accelerate launch`."
+        )
     if script_args.lr_decay_ratio:
         steps = _decay_steps(script_args.lr_decay_ratio, args)
         more = args.lr_scheduler_kwargs or {}

@@ -20,7 +20,6 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
-from transformers.utils.hub import extract_commit_hash
 
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
@@ -61,7 +60,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
         with suppress(OSError):
             return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
         path = find_adapter_config_file(reward)  # an adapter has no `config.json`
-        return {"name": reward, "revision": path and extract_commit_hash(path, None)}
+        return {"name": reward, "revision": path and Path(path).parent.name}
     if isinstance(reward, FunctionReward):
         return {"name": reward.function, "label_column": reward.label_column, "sha256": hash_file(reward.path)}
     if (inner := getattr(reward, "scores_by", None)) is not None:  # of `evaluation.attacks`
