@@ -67,6 +67,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
         BAD | {"num_proposal_generations": 3 * N, "optim": "sgd", "learning_rate": 0.03},
     ),
     "REINFORCE, LoRA": ("reinforce", {"learning_rate": 1e-3, "lora_rank": 16}),
+    "REINFORCE, 10 a prompt": ("reinforce", {"num_generations": 10}),
+    "REINFORCE, 2 a prompt": ("reinforce", {"num_generations": 2}),
     "exponential transform": (  # low rewards count more, as in the published baselines with a transform
         "reinforce",
         {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3},
