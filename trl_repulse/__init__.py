@@ -1,4 +1,4 @@
-"""RePULSe for TRL: find a language model's rarest, worst outputs with a learned proposal, and make them rarer."""
+"""RePULSe for TRL: find a language model's rarest, worst outputs, and make them rarer still."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

@@ -87,7 +87,7 @@ def reward(
 
     Args:
         reward_model_path, reward_type, reward_kwargs:
-            The reward, as for [`~trl_repulse.rewards.load_reward`]; `reward_kwargs` are its further arguments.
+            The reward, as for [`~trl_repulse.rewards.loading.load_reward`]; `reward_kwargs` are its further arguments.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run Python code that comes with the reward model.
     """
     loaded = load_reward(reward_type, reward_model_path, **(reward_kwargs or {}))

@@ -13,8 +13,8 @@ from ._grpo_loss import GRPOLossTrainer
 
 class RePULSeGRPOTrainer(GRPOLossTrainer):
     """
-    Trainer for GRPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
-    Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
+    Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
+    Inference](https://huggingface.co/papers/2510.21184)) with GRPO in place of REINFORCE.
 
     The policy takes [`~trl.GRPOTrainer`]'s steps on its own samples, with any `loss_type` and advantages. It also lowers the
     log-probability of samples that find its bad outputs, weighted by importance and by `alpha`. As in [`RePULSeTrainer`] these come from

@@ -10,8 +10,8 @@ from .ppo_trainer import PPOTrainer
 
 class RePULSePPOTrainer(PPOTrainer):
     """
-    Trainer for PPO with a negative term: RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using
-    Probabilistic Inference](https://huggingface.co/papers/2510.21184)) in the place of REINFORCE.
+    Trainer for RePULSe ([Reducing the Probability of Undesirable Outputs in Language Models Using Probabilistic
+    Inference](https://huggingface.co/papers/2510.21184)) with PPO in place of REINFORCE.
 
     The policy takes PPO's steps on its own samples, as in [`PPOTrainer`], and has the negative term of [`RePULSeGRPOTrainer`] beside
     PPO's loss. With `alpha=0` the updates are [`PPOTrainer`]'s.

@@ -18,7 +18,7 @@ class RePULSeTrainer(ReinforceTrainer):
     Inference](https://huggingface.co/papers/2510.21184)).
 
     The policy takes REINFORCE steps on its own samples and lowers the log-probability of further samples that find its bad outputs,
-    weighted by importance and by `alpha`. By default it draws these itself, at `proposal_temperature`, and what has a reward under
+    weighted by importance and by `alpha`. By default it draws these itself, with other logits, and what has a reward under
     `bad_reward_threshold` is pushed down (`proposal="hot_policy"`). With `proposal="policy"` its own samples serve, at no further cost.
 
     One training step, Algorithm 1 of the paper:
