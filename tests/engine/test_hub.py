@@ -237,13 +237,15 @@ def test_what_tells_trackers_to_upload_is_still_called_so():
 
 
 @pytest.mark.parametrize("proposal", ["learned", "hot_policy"])
-def test_trackios_copy_of_the_completions_is_refused(proposal):
-    settings = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "trackio", "proposal": proposal}
-    settings |= {"push_to_hub": True, "log_completions": True}
-    with pytest.raises(ValueError, match="trackio_static_space_id=False"):
+@pytest.mark.parametrize(
+    "public", [{"report_to": "trackio", "push_to_hub": True}, {"log_completions_hub_repo": "me/out-logs"}]
+)
+def test_public_completions_are_refused(public, proposal):
+    settings = {"output_dir": "out", "use_cpu": True, "proposal": proposal, "log_completions": True} | public
+    with pytest.raises(ValueError, match="trackio_static_space_id=False|log_completions_hub_repo='me/out-logs'"):
         RePULSeConfig(**settings)
-    for remedy in ({"trackio_static_space_id": False}, {"hub_private_repo": True}, {"log_completions": False}):
-        RePULSeConfig(**(settings | remedy))
+    RePULSeConfig(**settings, hub_private_repo=True)
+    ReinforceConfig(**{name: value for name, value in settings.items() if name != "proposal"})
 
 
 def test_trackers_that_upload_the_folder_are_refused_where_it_has_bad_completions(monkeypatch):

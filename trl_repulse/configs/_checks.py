@@ -370,3 +370,6 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
             "`log_completions=True` those of the proposal or the hot policy too; set `trackio_static_space_id=False`, or "
             "`hub_private_repo=True`."
         )
+    if logs_worst and args.log_completions_hub_repo is not None:
+        remedy = "gets the completions of the proposal or the hot policy too; set `hub_private_repo=True`, or leave it unset"
+        require(args, args.hub_private_repo, "log_completions_hub_repo", remedy)

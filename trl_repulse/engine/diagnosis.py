@@ -526,11 +526,10 @@ SYMPTOMS = {
     ),
     "finds_no_more": Symptom(
         "Extra samples find no more",
-        "{proposal_temperature} does not suit this model: long completions become broken text at a high temperature",
+        "other logits do not reach this model's bad outputs, or {proposal_temperature} is too high: long completions become broken text",
         (
             "leave `proposal_temperature` unset, so that the run chooses",
-            "lower {proposal_temperature}",
-            "train with `ReinforceTrainer`, which draws half as much",
+            'if it is, train with `ReinforceTrainer`, which draws half as much, or try `proposal="learned"`',
         ),
         _finds_no_more,
     ),
