@@ -98,6 +98,10 @@ def test_a_stream_is_predicted_as_a_data_set_is(make, prompts):
 
     pairs = drawn(prompts.to_iterable_dataset())
     assert all(text == prompt for text, prompt in pairs) and sorted(pairs) == sorted(drawn(prompts))
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "bad_reward_threshold": -1.0}
+    trainer = make(ReinforceTrainer, extra={"eval_dataset": prompts}, **workers)
+    trainer.get_eval_dataloader()  # which is kept
+    assert len(trainer.get_test_dataloader(prompts.select([0])).dataset) == 1
 
 
 def test_dates_in_messages_are_written(make, tmp_path):

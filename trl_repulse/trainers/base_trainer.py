@@ -638,8 +638,7 @@ class BaseTrainer(GRPOTrainer):
         """Weighted rewards of all processes, `(B_all,)`, from the functions' `(B_all, F)`, which are logged: NaN where no function gave
         one, which is not a reward of 0."""
         rewards = self._weighted(rewards_per_func)
-        names = self.reward_func_names
-        self._logs_of_run.rewards(names, rewards_per_func, rewards, lambda: self.bad_reward_threshold)
+        self._logs_of_run.rewards(self.reward_func_names, rewards_per_func, rewards, lambda: self.bad_reward_threshold)
         return rewards
 
     def _weighted(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
@@ -687,7 +686,10 @@ class BaseTrainer(GRPOTrainer):
         return output
 
     def get_test_dataloader(self, test_dataset):
-        """As TRL's of an evaluation: the Trainer's would give a stream's prompts once, and not once for each completion."""
+        """As the Trainer's; of a stream as TRL's of an evaluation, which gives a prompt once for each completion."""
+        if not isinstance(test_dataset, IterableDataset):
+            return super().get_test_dataloader(test_dataset)
+        vars(self).pop("_eval_dataloaders", None)  # kept with persistent workers, and of another data set
         return self.get_eval_dataloader(test_dataset)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
