@@ -201,6 +201,11 @@ def test_functions_of_one_file_share_its_module(tmp_path, load):
     first, second = load(source), load(source, "judge")
     assert call(first) == call(second) and pickle.loads(pickle.dumps(first._call)) is first._call
     assert call(load(source.replace("id(model)", "7"))) == [7.0] * 3  # a file that has changed is run again
+    interrupted = f"import sys\nif sys.__dict__.pop('slow', 0): raise KeyboardInterrupt\n{source}"
+    sys.slow = True
+    with pytest.raises(KeyboardInterrupt):
+        load(interrupted)
+    assert len(set(call(load(interrupted)))) == 1  # so is one that a user interrupted
 
 
 def test_a_file_in_the_cache_of_the_hub(tmp_path):

@@ -141,8 +141,10 @@ def _run(path: Path) -> ModuleType:
     sys.path.insert(0, str(folder))  # for modules beside it, as Python does for a script
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
+    except BaseException as error:
+        del sys.modules[name]  # also if a user interrupts it: it has not been run
+        if not isinstance(error, Exception):
+            raise
         raise ValueError(f"`{path}` cannot be run ({type(error).__name__}: {error}); fix it first.") from error
     finally:
         sys.modules.update(namesakes)
