@@ -166,6 +166,12 @@ def test_what_is_taken_for_prompts(tmp_path, given, message):
         sample_completions(tmp_path / "s", "no model", given, word_reward, SamplingSettings())
 
 
+@pytest.mark.parametrize("kind", [None, "numpy"])
+def test_columns_that_a_format_hides_stay_hidden(kind):
+    rows = Dataset.from_dict({"prompt": ["a"], "answer": ["b"]})
+    assert as_dataset(rows.with_format(kind, columns=["prompt"]))[:] == {"prompt": ["a"]}
+
+
 @pytest.mark.trainer
 def test_a_completion_without_a_reward_costs_the_report_and_not_the_run(make, prompts, caplog):
     trainer = make(max_steps=2)

@@ -128,7 +128,8 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
         prompts = from_columns({"prompt": prompts})
     check_dataset(prompts, "prompts")
     if prompts.format["type"] not in (None, "custom"):
-        prompts = prompts.with_format(None)  # rewards get lists, as in training
+        shown = prompts.format["columns"], prompts.format["output_all_columns"]
+        prompts = prompts.with_format(None, *shown)  # rewards get lists, as in training
     _check_conversations(prompts, "prompts")
     return prompts
 
