@@ -158,7 +158,7 @@ def test_samples_are_not_continued_with_another_template_of_a_judge(tmp_path, ki
 
     whole = sample()
     assert sample().table.equals(whole.table)
-    judge.chat_template = CHAT_TEMPLATE + "bad"
+    judge.chat_template = CHAT_TEMPLATE + "{% if messages[-1].role == 'assistant' %}bad{% endif %}"
     judge.save_pretrained(folder)
     with pytest.raises(ValueError, match=r"with another `rewards\..*\.rendering`"):
         sample()

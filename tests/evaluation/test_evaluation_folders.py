@@ -92,6 +92,8 @@ def test_names_without_a_hash_beside_them_are_compared():
     assert records.header_difference(one, other, ()) == "rewards.r.revision"
     assert records.header_difference(one, one | {"model": {"name": "a", "weights": "v"}}, ()) == "model.weights"
     assert records.header_difference(one, one | {"model": None}, ()) == "model"
+    earlier, now = ({"rewards": {"r": {"name": "hub/judge", key: None}}} for key in ("template", "rendering"))
+    assert records.header_difference(earlier, now) is None  # of attacks
 
 
 def test_an_adapter_has_its_own_name(tmp_path, model_dirs):

@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse.evaluation._identity import identify_reward, known_by_name_alone
+from trl_repulse.evaluation.attacks import Attack, run_attacks
 from trl_repulse.evaluation.gcg import RefusalJudge, evaluate_gcg
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.rewards import RemoteReward
@@ -115,12 +116,14 @@ def test_what_a_reward_or_a_seed_may_be(tmp_path, model_dirs, monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-def test_a_column_that_a_reward_needs_is_missed_before_anything_is_drawn(tmp_path, model_dirs):
-    reward = make("def f(completions, answer): return [0.0 for _ in answer]\n")
-    with pytest.raises(
-        ValueError, match="The reward function 'f' needs `answer`, but the prompts have no such column"
-    ):
+@pytest.mark.parametrize("name", ["answer", "prompt"])
+def test_a_column_that_a_reward_needs_is_missed_before_anything_is_drawn(tmp_path, model_dirs, name):
+    reward = make(f"def f(completions, {name}): return [0.0 for _ in {name}]\n")
+    with pytest.raises(ValueError, match=f"'f' needs `{name}`, but the prompts have no such column"):
         sample(tmp_path / "s", model_dirs["gpt2"], reward)
+    behaviors, settings = Dataset.from_dict({"prompt": ["fish"]}), SamplingSettings(max_completion_length=2)
+    with pytest.raises(ValueError, match=f"'f' needs `{name}`, but the behaviours have no such column"):
+        run_attacks(tmp_path / "s", model_dirs["gpt2"], behaviors, [Attack("a")], reward, settings)
     assert not (tmp_path / "s").exists()
 
 

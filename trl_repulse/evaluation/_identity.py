@@ -64,16 +64,11 @@ def identify_reward(reward: Any) -> dict[str, Any]:
     if isinstance(reward, FunctionReward):
         return {"name": reward.function, "label_column": reward.label_column, "sha256": hash_file(reward.path)}
     if (inner := getattr(reward, "scores_by", None)) is not None:  # of `evaluation.attacks`
-        return {
-            "name": type(reward).__name__,
-            "reward": identify_reward(inner),
-            **reward.rendering,
-        }
+        return {"name": type(reward).__name__, "reward": identify_reward(inner), **reward.rendering}
     if isinstance(reward, RemoteReward):
         return {"name": reward.name} | ({"label_column": reward.label_column} if reward.label_column else {})
     if isinstance(reward, ModelReward):
-        rendering = reward._rendering
-        is_dated = rendering and "strftime_now" in str(reward._tokenizer.chat_template)
+        is_dated = reward._rendering and "strftime_now" in str(reward._tokenizer.chat_template)
         # The rendered text stands for the variables of a chat template
         left_out = {*_IRRELEVANT_FIELDS, *(["chat_template_kwargs"] if is_dated else [])}
         arguments = {each.name: getattr(reward, each.name) for each in fields(reward) if each.name not in left_out}
@@ -83,7 +78,7 @@ def identify_reward(reward: Any) -> dict[str, Any]:
             "weights": hash_model(reward._module),
             "type": type(reward).__name__,
             "arguments": plain_json({k: v for k, v in arguments.items() if v is not None}),
-            **rendering,
+            **reward._rendering,
         }
     kind = type(reward).__qualname__ if is_dataclass(reward) else type(reward).__name__
     named = {"name": getattr(reward, "__qualname__", kind)}

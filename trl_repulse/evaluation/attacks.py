@@ -21,7 +21,7 @@ from ..data._tables import columns_of, from_columns, read_json_lines
 from ..data.loading import CONTEXT, in_context
 from ..generation.completions import tokenize
 from ..models._loading import load_config, load_tokenizer
-from ._generation import as_function, check_template_kwargs, evaluate_rewards, process_state, render
+from ._generation import as_function, check_columns, check_template_kwargs, evaluate_rewards, process_state, render
 from .gcg.evaluator import RefusalJudge
 from .records import SampleSet
 from .report import interval_text, text_table
@@ -277,10 +277,13 @@ def run_attacks(
         check_early(folder, settings, 1, None)
     tokenizer, made = prepare(model, behaviors, attacks, settings, trust_remote_code)  # before anything is drawn
     judge = OnBehavior(reward, settings.chat_template_kwargs, trust_remote_code)
+    remedy = "but the behaviours have no such column; add it, or give it a default"
+    check_columns(reward, judge.__name__, {*behaviors.column_names} - {"prompt", "completion"}, remedy)
     prompt = behaviors[0]["prompt"]
     if isinstance(reward, str) and not isinstance(prompt, str):
         reader = load_tokenizer(reward, "reward model", trust_remote_code=trust_remote_code)
-        judge.rendering = rendering_hash(render(reader, prompt, "A behaviour", settings.chat_template_kwargs, False))
+        answered = [*prompt, {"role": "assistant", "content": "An answer."}]
+        judge.rendering = rendering_hash(render(reader, answered, "A behaviour", settings.chat_template_kwargs, False))
     options: Any = {"tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
     return {
         attack.name: sample_completions(folder, model, rows, judge, its_settings, **options)

@@ -114,8 +114,9 @@ def header_difference(one: dict[str, Any], other: dict[str, Any], ignored: Seque
     names = {*one, *other} - {"hash", "settings.revision", "prompts.name", *labels, *ignored}
     for name in sorted(names, key=lambda name: (name != "settings.dtype", name)):  # on which the weights depend
         in_both = name in one and name in other
-        if name.startswith("settings.chat_template_kwargs") or (name.endswith(".rendering") and not in_both):
-            continue  # a template with a fixed date has no rendering
+        may_lack = (".rendering", ".template")  # earlier headers have none, or the variables of a judge's template
+        if name.startswith("settings.chat_template_kwargs") or (name.endswith(may_lack) and not in_both):
+            continue
         if not in_both or one[name] != other[name]:
             return name
     return None

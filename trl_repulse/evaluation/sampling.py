@@ -182,7 +182,7 @@ def sample_completions(
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
     functions = _functions(
         *(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0]),
-        {"completion_ids", *dataset.column_names} - {"completion"},
+        {"completion_ids", *dataset.column_names} - {"prompt", "completion"},
     )
     limit = engine_kwargs.get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
