@@ -84,9 +84,20 @@ def config(tmp_path, model_dirs, monkeypatch):
 )
 def test_the_model_and_the_prompts_are_those_of_the_file(config, command, settings, expected):
     name, path = command.split()[0], Path(config(**settings)[1])
+    if name == "suggest" and settings.get("eval_strategy", settings.get("eval_dataset_name")):
+        expected = {"prompts": "prompts.jsonl", "split": "train"}  # on which the suggested run would train
     args = vars(build_parser(name, path).parse_args(command.split()))
     of_suggest = {"use_peft", "max_prompt_length"} if name != "suggest" else set()
     assert all(args[key] == value for key, value in expected.items() if key not in of_suggest)
+
+
+def test_the_revision_of_a_file_is_of_the_model_of_the_file(config, model_dirs):
+    path = Path(config(model_revision="v1")[1])
+    for words in ("evaluate a --model b", "rare-events b", "rare-events --model b", "attacks a --model b"):
+        for more, revision in (([], None), (["--revision", "v1"], "v1"), (["--model", model_dirs["gpt2"]], "v1")):
+            if words != "rare-events b" or more[:1] != ["--model"]:  # a POLICY wins
+                args = build_parser(words.split()[0], path).parse_args([*words.split(), *more])
+                assert args.revision == revision, (words, more)
 
 
 def test_rare_events_and_suggest_load_the_revision(config, monkeypatch):

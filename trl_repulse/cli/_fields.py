@@ -85,6 +85,10 @@ class Parser(argparse.ArgumentParser):
             name = next((names[0] for names in SYNONYMS if name in names), name)  # as training commands have it
             hint = did_you_mean(f"--{name}", known)
             self.error(f"`{flag}` is no argument; remove it.{hint}")
+        revision, of_file = self.get_default("revision"), self.get_default("model")
+        model = getattr(namespace, "policy", None) or getattr(namespace, "model", None)
+        if None not in (revision, of_file) and getattr(namespace, "revision", None) is revision and model != of_file:
+            namespace.revision = None  # a file has that of the model that it names
         for name, value in vars(namespace).items():  # the shell leaves `--output=~/a` and what is in a file
             if isinstance(value, Path) or (name in _INPUTS and str(value).startswith("~")):
                 setattr(namespace, name, type(value)(Path(value).expanduser()))
@@ -114,7 +118,8 @@ class Parser(argparse.ArgumentParser):
             if wrong := [name for name in values if name not in OF_TRAINING | of_training]:
                 name = min(wrong, key=known.__contains__)  # rather one that the command has not, either
                 raise unknown_name(f"`{path}`", name, values[name], {*known, *of_training} - {name})
-            values = {name: value for name, value in _of_training(values).items() if name in named}
+            taken = _of_training(values, trains="max_steps" in named)
+            values = {name: value for name, value in taken.items() if name in named}
         dests = [named[name].dest for name in values if name in named]
         if twice := [name for name in values if name in named and dests.count(named[name].dest) > 1]:
             raise ValueError(f"`{path}` has `{'` and `'.join(twice)}`, which are one argument; keep one.")
@@ -137,9 +142,11 @@ class Parser(argparse.ArgumentParser):
                 self.set_defaults(**{action.dest: parsed})
 
 
-def _of_training(values: dict[str, Any]) -> dict[str, Any]:
-    """What other commands take of a training command's settings; of the prompts, the held-out ones, if there are any."""
+def _of_training(values: dict[str, Any], trains: bool) -> dict[str, Any]:
+    """What other commands take of a training command's settings; of prompts, held-out ones, if there are any and it is not to train."""
     taken = {name: value for name, value in values.items() if name in OF_TRAINING}
+    if trains:
+        return taken
     if values.get("eval_strategy", False) not in (False, "no"):
         taken["dataset_train_split"] = values.get("dataset_test_split") or "test"
     if values.get("eval_dataset_name") is not None:
@@ -208,13 +215,8 @@ def named_prompts(args: argparse.Namespace) -> Any:
     """Loads the prompts that the arguments of [`add_prompts`] name."""
     from ..data.loading import load_prompts
 
-    return load_prompts(
-        args.prompts,
-        args.split,
-        args.dataset_config,
-        column=args.prompt_column,
-        as_conversation=args.apply_chat_template,
-    )
+    options = {"column": args.prompt_column, "as_conversation": args.apply_chat_template}
+    return load_prompts(args.prompts, args.split, args.dataset_config, **options)
 
 
 def add_reward(group: Any) -> None:
@@ -254,7 +256,6 @@ def check_outputs(args: Any) -> None:
     """Makes the folders of files that will be written. Raises a `ValueError` that names the flag if one cannot be written."""
     for name, endings in _OUTPUTS.items():
         if isinstance(path := getattr(args, name, None), Path):
-            setattr(args, name, path := path.expanduser())
             check_output(path, f"--{name}", endings)
     if getattr(args, "inspect_log", None) is not None and find_spec("inspect_ai") is None:
         raise ValueError("`--inspect_log` needs Inspect; run `pip install trl-repulse[inspect]`.")
