@@ -147,15 +147,14 @@ def _of_training(values: dict[str, Any], trains: bool) -> dict[str, Any]:
     taken = {name: value for name, value in values.items() if name in OF_TRAINING}
     if trains:
         return taken
-    if values.get("eval_strategy", False) not in (False, "no"):
+    if values.get("eval_dataset_name") is not None or values.get("eval_strategy", False) not in (False, "no"):
         taken["dataset_train_split"] = values.get("dataset_test_split") or "test"
     if values.get("eval_dataset_name") is not None:
         taken["dataset_name"] = values["eval_dataset_name"]
         taken.pop("dataset_config", None)  # is of the training data
         taken["prompt_column"] = values.get("eval_prompt_column") or values.get("prompt_column")
-        is_file = Path(values["eval_dataset_name"]).expanduser().is_file()  # a file has one split
-        split = values.get("dataset_test_split") or "test"
-        taken["dataset_train_split"] = "train" if is_file and split == "test" else split
+        if taken["dataset_train_split"] == "test" and Path(taken["dataset_name"]).expanduser().is_file():
+            taken["dataset_train_split"] = "train"  # a file has one split
     return taken
 
 

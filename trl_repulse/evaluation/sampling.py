@@ -180,10 +180,8 @@ def sample_completions(
         )
     reference_name = reference if isinstance(reference, str) else None
     reference = _load(reference, "reference", settings.dtype, None, state.device, **code)
-    functions = _functions(
-        *(reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0]),
-        {"completion_ids", *dataset.column_names} - {"prompt", "completion"},
-    )
+    given = reward_funcs, reward_processing_classes, settings, state.device, trust_remote_code, rows[0]
+    functions = _functions(*given, {"completion_ids", *dataset.column_names} - {"prompt", "completion"})
     limit = engine_kwargs.get("max_model_len") if settings.engine == "vllm" else None
     check_prompt_lengths(
         *(prompt_ids, rows, model.config, settings.max_completion_length),
