@@ -147,6 +147,7 @@ def test_a_best_model_by_an_unknown_threshold_is_refused(make, prompts):
     settings = {"metric_for_best_model": "eval_bad_fraction", "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ValueError, match="`metric_for_best_model='eval_bad_fraction'` needs `bad_reward_threshold`"):
         make(extra={"eval_dataset": prompts}, **settings)
+    make(extra={"eval_dataset": prompts}, proposal="hot_policy", **settings)  # which measures it
 
 
 @pytest.mark.parametrize("kind", ["another size", "biases"])

@@ -206,7 +206,8 @@ def check_eval_batch(args: Any) -> None:
 def check_best_metric(args: Any, eval_dataset: Any) -> None:
     """Refuses, before training, a `metric_for_best_model` that belongs to none of several evaluation sets, or needs a threshold."""
     best = args.metric_for_best_model
-    if best is not None and best.endswith("bad_fraction") and args.bad_reward_threshold is None:
+    known = args.bad_reward_threshold is not None or getattr(args, "draws_hot", False)  # the hot policy measures it
+    if best is not None and best.endswith("bad_fraction") and not known:
         raise ValueError(
             f"`metric_for_best_model={best!r}` needs `bad_reward_threshold`, the reward below which a completion is bad."
         )
