@@ -88,7 +88,13 @@ class WithinProcess(RecordedByRow):
 
 
 ADAPTER_CLIP = 0.05
-CLASSES = {"within a process": WithinProcess, "reused": Reused, "PPO": RecordedPPO, "tails": RePULSeTrainer}
+CLASSES = {
+    "within a process": WithinProcess,
+    "reused": Reused,
+    "PPO": RecordedPPO,
+    "PPO, adapter": RecordedPPO,
+    "tails": RePULSeTrainer,
+}
 TERM = {"proposal": "learned", "potential": "tilted", "alpha": 2.0, "target_dist_beta": -0.7}
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "max_steps": 4}
 METHODS = {
@@ -123,6 +129,7 @@ METHODS = {
     "REINFORCE++": {"baseline": "none", "normalize_advantages": True},
     "REINFORCE++-baseline": {"baseline": "group_mean", "normalize_advantages": True},
     "PPO": {"num_iterations": 2, "value_clip": 0.01},
+    "PPO, adapter": {"num_iterations": 2, "value_clip": 0.01},
     "tails": {"max_steps": 3},
 }
 
@@ -140,13 +147,12 @@ def models_of(method: str, tokenizer) -> dict:
     """What makes the second model: one of its own, or an adapter beside the policy's; nothing for the hot policy."""
     if method.startswith("hot"):
         return {}
-    if method == "PPO":
-        return {"value_model": build_reward_model("gpt2", len(tokenizer), seed=1)}
-    if not method.startswith("adapters"):
-        return {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
     # ZeRO-3 cuts apart what is larger than ten times the hidden size, hence the rank
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], r=16, init_lora_weights=False)
-    return {"peft_config": config}
+    adapter = {"peft_config": config} if "adapter" in method else {}
+    if method.startswith("PPO"):
+        return {"value_model": build_reward_model("gpt2", len(tokenizer), seed=1)} | adapter
+    return adapter or {"proposal_model": build_model("gpt2", len(tokenizer), seed=1)}
 
 
 def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoint: str | None = None) -> None:
@@ -166,7 +172,7 @@ def main(folder: str, batch_size: str, accumulation: str, method: str, checkpoin
         "shuffle_dataset": False,
         "beta": 0.3,
     }
-    on_ppo = method == "PPO"
+    on_ppo = method.startswith("PPO")
     args = (PPOConfig if on_ppo else RePULSeConfig)(**settings | ({} if on_ppo else TERM) | METHODS[method])
     _hot_policy._LEAST, _hot_policy._MOST_BAD = 12, 0.5  # 16 samples, of the first two of five updates
     policy = build_model("gpt2", len(tokenizer), seed=0)

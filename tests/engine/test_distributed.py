@@ -98,7 +98,8 @@ def test_two_processes_of_an_engine_equal_one(launch, config, batch_size, accumu
 @pytest.mark.parametrize("config", CUT_APART)
 def test_models_cut_apart_train_what_whole_ones_train(launch, config):
     assert_equal(launch(1, 8, 1, "hot"), launch(2, 1, 4, "hot", config=config), HOT_METRICS)
-    assert_equal(launch(1, 8, 1, "PPO"), launch(2, 2, 2, "PPO", config=config), PPO_METRICS)
+    for method in ("PPO", *(["PPO, adapter"] if config == "fsdp2" else [])):  # of the policy
+        assert_equal(launch(1, 8, 1, method), launch(2, 2, 2, method, config=config), PPO_METRICS)
 
 
 @pytest.mark.slow
