@@ -307,7 +307,7 @@ PROPOSAL = ["--proposal", "x"]
     ("change", "message"),
     [
         (["--threshold"], "Nothing is asked for"),
-        (["--num_samples", "60"], "`num_samples=60` is too low for a pilot of 10 components; give at least 90"),
+        (["--num_samples", "60"], "give at least 90 completions a prompt, or draw without a pilot and `--reference`"),
         (["--num_samples", "1", "--num_proposal_samples", "0"], "`--num_samples 1` must be 0, or at least 2"),
         (["--reference", "x", "--num_proposal_samples", "0"], "`--reference` is for the pilot"),
         (["--divergence", "2"], "`--divergence` has no effect without `--proposal`"),

@@ -79,13 +79,9 @@ def _check(args: argparse.Namespace) -> None:
     if not 0 <= args.divergence < math.inf:
         raise ValueError(f"`--divergence {args.divergence:g}` must be 0, for none, or above, and finite.")
     if args.reference is not None and args.num_proposal_samples is not None:
-        raise ValueError(
-            "`--reference` is for the pilot, which `--num_proposal_samples` leaves out; leave out one of them."
-        )
+        raise ValueError("`--reference` is for the pilot, which `--num_proposal_samples` leaves out; leave one out.")
     if args.num_proposal_samples and not args.proposal:
-        raise ValueError(
-            "`--num_proposal_samples` has no effect without `--proposal`; name a proposal, or leave it out."
-        )
+        raise ValueError("`--num_proposal_samples` has no effect without `--proposal`; name one, or leave it out.")
     if args.num_proposal_samples == 0 and args.proposal:
         raise ValueError("`--num_proposal_samples 0` is plain sampling; leave out `--proposal`.")
     if len({*args.proposal}) < len(args.proposal):

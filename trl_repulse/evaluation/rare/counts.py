@@ -17,7 +17,7 @@ def pilot_counts(num_samples: int, others: int) -> tuple[int, list[int]]:
     if 2 * first + 2 * per_other * others > num_samples / 2:
         raise ValueError(
             f"`num_samples={num_samples}` is too low for a pilot of {others + 1} components; give at least {10 * others} completions a "
-            "prompt, or draw without a pilot (`--num_proposal_samples`)."
+            "prompt, or draw without a pilot and `--reference` (`--num_proposal_samples`; 0 is plain sampling)."
         )
     return first, [per_other * others, *[per_other] * others]
 
