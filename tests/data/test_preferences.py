@@ -116,6 +116,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for output, threshold, message in (
         (tmp_path / "out.csv", "-4", "names no format; end it with .jsonl"),
         (path, "-4", "is one of the sources"),
+        (write(tmp_path / "run.jsonl", rows[1:]), "-4", "holds other rows"),  # OUTPUT was left out
         (tmp_path / "out.jsonl", "-20", "No prompt has both"),
     ):
         assert main(["negatives", str(output), str(path), "--threshold", threshold]) == 1

@@ -23,8 +23,12 @@ def run(args: argparse.Namespace) -> int:
     from ..evaluation.preferences import preference_rows, read_rewarded, unpaired_rows, write_rows
 
     check_output(args.output, "OUTPUT", (".jsonl",))
-    if args.output.resolve() in [source.resolve() for source in args.sources]:
-        raise ValueError(f"`{args.output}` is one of the sources and would be written over; name another file.")
+    old = args.output.read_text(encoding="utf-8", errors="replace") if args.output.exists() else ""
+    is_own = not old or '"chosen":' in old or '"label":' in old  # of an earlier call of this command
+    if not is_own or args.output.resolve() in [source.resolve() for source in args.sources]:
+        raise ValueError(
+            f"`{args.output}` is one of the sources, or holds other rows, and would be written over; name another OUTPUT first."
+        )
     completions = [each for source in args.sources for each in read_rewarded(source)]
     make = preference_rows if args.format == "preference" else unpaired_rows
     rows = make(completions, args.threshold, args.margin, args.max_bad)
