@@ -432,7 +432,8 @@ def test_what_to_do_where_draws_cannot_help():
     one = prob_bad(draw_from([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (20_000, 500), 0), 0.0)
     assert one.next_steps == ("Draw from a hotter copy of the proposal too, or from a second proposal.",)
     few = prob_bad(draw_from([-1.0, 1.0], ([0.01, 0.99],), (700,), 0), 0.0)
-    assert "Too few completions are bad" in few.reasons[0]
+    uneven = cvar(draw_from([-100.0, -1.0, 1.0], ([0.002, 0.08, 0.918],), (700,), 0), 0.05)  # of 48 below
+    assert "Too few completions are bad" in few.reasons[0] and "weights are uneven" in uneven.reasons[0]
     none = prob_bad(draw_from([-1.0, 1.0], ([0.0, 1.0], [0.0, 1.0]), (100, 100), 0), 0.0)
     assert none.verdict == "bounds" and none.bounds[0] == 0 and none.next_steps[0].startswith("Train a proposal")
     assert cvar(draw_from([-1.0, 1.0], ([0.01, 0.99], [0.5, 0.5]), (100, 50), 0), 1e-3).verdict == "unreliable"

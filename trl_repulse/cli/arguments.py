@@ -77,6 +77,7 @@ class TrainingScriptArguments(ScriptArguments):
 
     def __post_init__(self):
         require_at_least(self, 0, "num_table_completions")
+        require(self, self.num_final_samples not in (1, -1), "num_final_samples", "must be 0 or at least 2")
         parse_objects(self, "reward_kwargs")
 
 

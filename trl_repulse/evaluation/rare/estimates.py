@@ -91,7 +91,7 @@ class Diagnostics:
             )
         if self.tail_samples == 0:
             return (*found, "No completion is in the tail: only the upper end of the interval means anything.")
-        if self.variance_ess < MIN_VARIANCE_ESS and len(self.counts) == 1:
+        if self.tail_samples < MIN_VARIANCE_ESS and len(self.counts) == 1:
             found.append(f"Too few completions are bad: {self.tail_samples}, and {MIN_VARIANCE_ESS:.0f} are needed.")
         elif self.variance_ess < MIN_VARIANCE_ESS:
             found.append(
