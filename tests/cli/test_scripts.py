@@ -116,6 +116,7 @@ def test_a_models_p_bad_before_and_after_is_printed_and_on_the_card(tmp_path, ca
     flags = ["--max_steps", "1", "--eval_dataset_name", str(tmp_path / "few.jsonl"), "--num_final_samples", "4"]
     flags += ["--model_name_or_path", embedded.policy_path(), "--reward_model_path", embedded.reward_model_path()]
     flags += ["--dataset_name", str(tmp_path / "few.jsonl"), "--bad_reward_threshold", "0", "--bf16", "false"]
+    flags += ["--dataset_streaming", "true", "--chat_template_kwargs", '{"unused": true}']
     flags += ["--push_to_hub", "true", "--hub_model_id", "me/out", "--hub_token", "t"]
     train("repulse", [*flags, "--max_completion_length", "6", "--output_dir", str(tmp_path / "out")])
     card = ModelCard(hub.repositories["me/out"].files["README.md"].decode())
@@ -241,6 +242,8 @@ def test_settings_of_the_launcher_in_a_file():
         (["--train_batch_size", "100"], "`train_batch_size=100` is no multiple of the 96 completions of one pass"),
         (["--single_prompt", "the ", "--bad_token_ids", "9999"], "9999"),
         (["--num_table_completions", "-1"], "`num_table_completions=-1` must be at least 0"),
+        (["--num_final_samples", "1"], "`num_final_samples=1` must be 0, or at least 2"),
+        ([*OF_ONE_PROMPT, "--num_final_samples", "4"], "`--num_final_samples` needs held-out prompts"),
         (["--resume_from_checkpoint", "none/checkpoint-9"], "There is no checkpoint `none/checkpoint-9`; name the"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_type_hints
 from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 from .. import configs, embedded
-from ..configs._checks import parse_objects, require_at_least
+from ..configs._checks import parse_objects, require, require_at_least
 from ..configs.shared_config import WholePrompts, documented
 from ._fields import Parser, check_inputs, split_config
 
@@ -77,7 +77,7 @@ class TrainingScriptArguments(ScriptArguments):
 
     def __post_init__(self):
         require_at_least(self, 0, "num_table_completions")
-        require(self, self.num_final_samples not in (1, -1), "num_final_samples", "must be 0 or at least 2")
+        require(self, (n := self.num_final_samples) == 0 or n > 1, "num_final_samples", "must be 0, or at least 2")
         parse_objects(self, "reward_kwargs")
 
 
@@ -159,12 +159,10 @@ class _HelpAll(argparse._HelpAction):
 
 
 class TrainingParser(FieldsParser):
-    """
-    [`FieldsParser`] of a training command. `--help` lists the method's flags and the common ones, `--help-all` all flags.
+    """[`FieldsParser`] of a training command. `--help` lists the method's flags and the common ones, `--help-all` all flags.
 
     `classes` are the dataclasses of the command's own arguments and of the trainer's configuration, to which [`~trl.ModelConfig`] is
-    added. The help names `default_config`, the settings file of a run without `--config` and `--model_name_or_path`.
-    """
+    added. The help names `default_config`, the settings file of a run without `--config` and `--model_name_or_path`."""
 
     def __init__(self, classes: tuple[type, type], default_config: str, **kwargs: Any):
         description = (
@@ -312,6 +310,8 @@ def _check_named(script_args: TrainingScriptArguments, eval_strategy: str) -> No
             raise ValueError(f"`--{name}` is needed with `--model_name_or_path`; give a path or a Hub name.")
     if eval_strategy != "no" and script_args.dataset_name is None and script_args.eval_dataset_name is None:
         raise ValueError("`--eval_strategy` needs held-out prompts; give `--eval_dataset_name`.")
+    if script_args.num_final_samples and script_args.eval_dataset_name is None:
+        raise ValueError("`--num_final_samples` needs held-out prompts; give `--eval_dataset_name`.")
 
 
 def _decay_steps(ratio: float, args: Any) -> int:

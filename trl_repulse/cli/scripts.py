@@ -64,7 +64,8 @@ def load_data(
             split = "train"
         column = script_args.eval_prompt_column or column
         # `dataset_config` is of the training data
-        held_out = load_prompts(name, split, None, script_args.dataset_streaming, column, chat)
+        streaming = script_args.dataset_streaming and not script_args.num_final_samples  # these need all rows
+        held_out = load_prompts(name, split, None, streaming, column, chat)
     elif args.eval_strategy != "no":
         held_out = load_prompts(script_args.dataset_name, script_args.dataset_test_split, *options, column, chat)
     if script_args.max_prompt_length is not None:
@@ -84,13 +85,11 @@ def run(
     make_tracking: Callable[..., TrackingCallback] | None = None,
 ) -> None:
     """
-    Trains, saves and reports: prints a table, and writes `results.json`, a figure, and a table of completions from before and
-    after training to `output_dir`. All processes must call it.
+    Trains, saves and reports: prints a table, and writes `results.json`, a figure, and completions to `output_dir`. All processes must call it.
 
     Args:
         trainer_cls (`type`): Class of the trainer.
-        script_args, args, model_args:
-            Returned by [`~trl_repulse.cli.arguments.parse`].
+        script_args, args, model_args: Returned by [`~trl_repulse.cli.arguments.parse`].
         method (`str`): Name of the method in the report.
         make_tracking (`Callable`, *optional*):
             Makes the callback that follows the run, of the trainer, `script_args` and the prompts. If unset, [`TrackingCallback`].
@@ -194,7 +193,7 @@ def _evaluate(
             trainer.max_completion_length,
             script_args.num_final_samples,
             reward_tokenizer=trainer.reward_processing_classes[0],
-            chat_template_kwargs=trainer.chat_template_kwargs,
+            chat_template_kwargs=None if isinstance(held_out[0]["prompt"], str) else trainer.chat_template_kwargs,
             batch_size=max(args.per_device_eval_batch_size, 64),
             seed=args.seed,
         )
