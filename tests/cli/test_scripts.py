@@ -176,9 +176,7 @@ def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
     assert model_args.model_name_or_path == "m" and args.max_completion_length != 24
     for other in ("--model_revision=main", "--learning_rate=1"):
         assert parse("reinforce", [other])[1].max_completion_length == 24  # the control
-    with pytest.raises(
-        ValueError, match="`--model_name` is no argument; remove it. Did you mean `--model_name_or_path`?"
-    ):
+    with pytest.raises(ValueError, match="`--model_name` is no argument; .* Did you mean `--model_name_or_path`."):
         parse("reinforce", ["--model_name=m"])  # no abbreviations
 
 

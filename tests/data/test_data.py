@@ -112,8 +112,7 @@ def test_a_split_that_a_folder_lacks(tmp_path, streaming):
     """What it has is named, and each flag that may have named the other."""
     (tmp_path / "prompts").mkdir()
     write(tmp_path / "prompts" / "train.jsonl", PLAIN)
-    message = r"has no split 'test' \(.*\['train'\]\).* `--split` .*`--dataset_test_split`"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"has no split 'test' \(.*\['train'\]\).*`--split` .*`--dataset_test_split`"):
         load_prompts(tmp_path / "prompts", split="test", streaming=streaming)
 
 
@@ -187,9 +186,10 @@ def test_a_row_without_a_prompt_is_named_when_long_ones_are_left_out(tmp_path, t
 
 def test_a_folder_in_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.jsonl").write_text('{"prompt": "the cat"}\n')
-    assert load_prompts("~/rows")["prompt"][:] == ["the cat"]
+    Dataset.from_dict({"prompt": ["the cat"]}).save_to_disk(tmp_path / "rows")
+    assert load_prompts("~/rows")["prompt"][:] == [row["prompt"] for row in load_prompts("~/rows", streaming=True)]
+    with pytest.raises(ValueError, match="has no split 'test' .*`save_to_disk`"):
+        load_prompts("~/rows", split="test")
 
 
 def test_conversations_are_counted_in_their_template():

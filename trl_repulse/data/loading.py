@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, IterableDataset, Value, load_dataset
+from datasets import Dataset, IterableDataset, Value, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedTokenizerBase
@@ -44,8 +44,7 @@ def load_prompts(
     is a list of rows, or has one row a line. CSV holds plain text only: numbers and `NA` are read as text.
 
     Args:
-        path_or_name (`str` or `Path`):
-            A `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder, or the name of a data set on the Hugging Face Hub.
+        path_or_name (`str` or `Path`): A `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder, or the name of a data set on the Hub.
         split (`str`, *optional*, defaults to `"train"`): Split to load. A file only has `"train"`.
         config (`str`, *optional*): Configuration of a data set on the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
@@ -136,6 +135,9 @@ def drop_long_prompts(
 def _load_by_name(name: str, path: Path, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
     """Loads a folder, or a data set from the Hub. Raises a `ValueError` with the reason if it cannot be read, or lacks the split."""
     try:
+        if split == "train" and (path / "state.json").is_file():  # of `save_to_disk`, which `load_dataset` refuses
+            dataset = load_from_disk(name)
+            return dataset.to_iterable_dataset() if streaming else dataset
         return load_dataset(name, config, split=split, streaming=streaming)
     except (OSError, DatasetsError, HFValidationError, RuntimeError) as error:
         # Errors in a file of the data set are the cause
@@ -147,7 +149,7 @@ def _load_by_name(name: str, path: Path, config: str | None, split: str, streami
             f"({reason}); correct the path or the name."
         ) from error
     except ValueError as error:
-        if "split" not in str(error).lower():
+        if not any(word in str(error).lower() for word in ("split", "save_to_disk")):
             raise
         raise ValueError(f"`{name}` has no split '{split}' ({str(error).rstrip('.')}); {_NAME_SPLIT}.") from error
 
@@ -211,9 +213,7 @@ def _read_parquet(path: Path) -> Dataset:
     try:
         return Dataset(table)
     except ValueError as error:
-        raise ValueError(
-            f"`{path}` has a type that data sets do not have ({error}); write it as a struct or as text."
-        ) from error
+        raise ValueError(f"`{path}` has a type that data sets lack ({error}); write a struct or text.") from error
 
 
 def _check_prompts(prompts: Iterable[Any], name: str, stored: bool = False) -> None:
