@@ -401,21 +401,21 @@ def test_updates_are_measured_and_what_is_done_is_said(measuring, capsys, monkey
 @pytest.mark.trainer
 def test_the_file_trains_as_it_is(command, capsys):
     """The settings that are printed are those of the run, and the run ends with a model."""
-    assert command("--output", "repulse.yaml") == 0
+    assert command("--output", "my repulse.yaml") == 0
     printed = capsys.readouterr().out
-    assert "trl-repulse repulse --config repulse.yaml" in printed
-    written = yaml.safe_load(Path("repulse.yaml").read_text())
-    _, args, _ = parse(["--config", "repulse.yaml"], ARGUMENTS["repulse"], embedded.settings_path("repulse"))
+    assert "trl-repulse repulse --config 'my repulse.yaml'" in printed
+    written = yaml.safe_load(Path("my repulse.yaml").read_text())
+    _, args, _ = parse(["--config", "my repulse.yaml"], ARGUMENTS["repulse"], embedded.settings_path("repulse"))
     for name in ("bad_reward_threshold", "beta", "alpha", "learning_rate", "num_generations"):
         assert getattr(args, name) == written[name]
         assert re.search(rf"^{name} +{written[name]:g} ", printed, re.MULTILINE)
     assert args.proposal == "hot_policy" and args.proposal_temperature is None and args.max_steps == 2
     assert written["num_generations"] * 4 == args.generation_batch_size  # all four prompts
     for method, more in (("repulse-ppo", []), ("repulse-grpo", ["--scale_rewards", "none"])):  # as a note says
-        _, other, _ = parse(["--config", "repulse.yaml", *more], ARGUMENTS[method], embedded.settings_path(method))
+        _, other, _ = parse(["--config", "my repulse.yaml", *more], ARGUMENTS[method], embedded.settings_path(method))
         assert other.alpha == args.alpha and other.generation_batch_size == args.generation_batch_size
     assert "`repulse-grpo` takes it with `--scale_rewards none`" in printed
-    train("repulse", ["--config", "repulse.yaml"])
+    train("repulse", ["--config", "my repulse.yaml"])
     trained = AutoModelForCausalLM.from_pretrained("out")
     initial = AutoModelForCausalLM.from_pretrained(two_tokens.policy_path())
     assert any((p != q).any() for p, q in zip(trained.parameters(), initial.parameters(), strict=True))

@@ -1,6 +1,7 @@
 """Parts of the training commands: prompts, rewards, tracking, the run, and the report at its end."""
 
 import logging
+import shlex
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
@@ -131,8 +132,7 @@ def run(
             callback.on_log = _print_log
     if not isinstance(trainer, BaseTrainer):
         _check_as_ours(trainer, prompts)
-    # TRL's trainers get these too
-    with withheld_from_uploads(BaseTrainer._withheld), naming_a_full_disk(args.output_dir):
+    with withheld_from_uploads(BaseTrainer._withheld), naming_a_full_disk(args.output_dir):  # for TRL's trainers too
         try:
             trainer.train(resume_from_checkpoint=resume)
         except KeyboardInterrupt:
@@ -262,7 +262,7 @@ def report(
     if (panels := tracking.panels()) or metrics:
         plot_training(trainer.state.log_history, output_dir / "training.png", panels)
     print(
-        f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}; to check the run: trl-repulse diagnose {args.output_dir}"
+        f"\n{method}, seed {args.seed}\n{table}\n\nSaved to {output_dir.resolve()}; to check the run: trl-repulse diagnose {shlex.quote(args.output_dir)}"
     )
 
 

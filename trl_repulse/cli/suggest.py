@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "completions to draw, over all prompts, at most if minutes are given (500)"
     parser.add_argument("--num_samples", type=int, default=500, help=text)
     parser.add_argument("--max_completion_length", type=int, default=256, help="tokens of a completion (256)")
-    text = "YAML file for `trl-repulse repulse --config FILE`"
-    parser.add_argument("--output", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--output", metavar="FILE", type=Path, help="YAML file for `trl-repulse repulse --config`")
     parser.set_defaults(run=run)
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     measured, suggestion = suggest(args)
     text = f"{sample_report(measured)}\n{suggestion.to_text()}"
     if args.output is not None:
-        command = f"  trl-repulse repulse --config {args.output}"
+        command = f"  trl-repulse repulse --config {shlex.quote(str(args.output))}"
         head = f"RePULSe with {args.model}, as `trl-repulse suggest` proposes it from {measured.rewards.size} samples. Run it with\n{command}"
         content = suggestion.to_yaml(head, _given(args))
         write_atomically(args.output, lambda path: path.write_text(content, encoding="utf-8"))
