@@ -172,7 +172,7 @@ MISTAKES = {
     "resuming what was never begun": (
         lambda user: user.command(resume_from_checkpoint="true"),
         "There is no complete checkpoint in",
-        "start the run without `resume_from_checkpoint`",
+        "start without `resume_from_checkpoint`",
     ),
 }
 # Text of the file of `--config` -> words for what is wrong in it, words for the remedy

@@ -169,6 +169,8 @@ def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(run, tmp_pa
     with pytest.raises(ZeroDivisionError):
         trainer._save_checkpoint(trainer.model, None)
     assert find_checkpoint(True, str(tmp_path / "run")).endswith("checkpoint-5")
+    with pytest.raises(ValueError, match="run` is the folder of a run; name one of the checkpoints in it"):
+        find_checkpoint(str(tmp_path / "run"), "")
 
 
 def test_a_checkpoint_that_is_not_there(run, tmp_path):
@@ -264,9 +266,7 @@ def test_changed_settings_are_refused(make, tmp_path, trainer_cls, change):
 
 
 @pytest.mark.parametrize("which", ["peft_config", "proposal_peft_config", "value_peft_config"])
-@pytest.mark.parametrize(
-    "change", [{"lora_alpha": 64}, {"r": 4}, {"use_rslora": True}, {"target_modules": ["c_proj"]}]
-)
+@pytest.mark.parametrize("change", [{"lora_alpha": 9}, {"r": 4}, {"use_rslora": True}, {"target_modules": ["c_proj"]}])
 def test_changed_adapters_are_refused(make, tmp_path, which, change):
     trainer_cls = PPOTrainer if which == "value_peft_config" else RePULSeTrainer
     settings = BASE | {"output_dir": str(tmp_path / "run"), "max_steps": 1}

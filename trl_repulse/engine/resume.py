@@ -94,8 +94,9 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
                 f"There is no checkpoint `{resume_from_checkpoint}`; name the folder of one, or resume with "
                 f"`resume_from_checkpoint=True` from the last in {output_dir}."
             )
-        reason = why_incomplete(Path(resume_from_checkpoint))
-        if reason is not None:
+        if any(Path(resume_from_checkpoint).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+            raise ValueError(f"`{resume_from_checkpoint}` is the folder of a run; name one of the checkpoints in it.")
+        if (reason := why_incomplete(Path(resume_from_checkpoint))) is not None:
             raise ValueError(
                 f"The checkpoint {resume_from_checkpoint} is not complete ({reason}): its writing was interrupted. Resume "
                 "from an earlier one, or with `resume_from_checkpoint=True` from the last that is complete."
@@ -108,9 +109,7 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
         if reason is None:
             return str(checkpoint)
         logger.warning("%s is not complete (%s) and is passed over.", checkpoint, reason)
-    raise ValueError(
-        f"There is no complete checkpoint in {output_dir}; start the run without `resume_from_checkpoint`."
-    )
+    raise ValueError(f"There is no complete checkpoint in {output_dir}; start without `resume_from_checkpoint`.")
 
 
 def how_to_resume(output_dir: str) -> str:
