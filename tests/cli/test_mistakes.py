@@ -148,11 +148,14 @@ MISTAKES = {
         "`--reward_model_path` is needed",
         "give a path or a Hub name",
     ),
-    "reward_kwargs that are no JSON": (
-        lambda user: user.command(reward_type="toxicity", reward_kwargs="{label: 1}"),
-        "`reward_kwargs='{label: 1}'` is not valid JSON",
-        'write e.g. `{"a_name": 300}`',
-    ),
+    **{
+        f"{field} that are no JSON": (
+            lambda user, field=field: user.command(reward_type="toxicity", **{field: "{label: 1}"}),
+            f"`{field}='{{label: 1}}'` is not valid JSON",
+            'write e.g. `{"a_name": 300}`',
+        )
+        for field in ("reward_kwargs", "model_init_kwargs")
+    },
     "reward function without **kwargs": (
         lambda user: user.make(reward_funcs=lambda prompts, completions: [0.0] * len(completions)),
         "The reward function '<lambda>' does not take `completion_ids`, `trainer_state`",
@@ -181,10 +184,7 @@ FILES = {
     "alpha: 1\nseed: 1\nalpha: 0\n": ("has `alpha` on line 1 and again on line 3", "keep one"),
     "reward_kwargs: {label: 1, label: 0}\n": ("has `label` on line 1 and again on line 1", "keep one"),
     "max_steps: {start: 1}\n": ("has `max_steps: {'start': 1}`, which cannot be read", "it takes plain values"),
-    "reward_weights: [1, a]\n": (
-        "has `reward_weights: [1, 'a']`, which cannot be read",
-        "could not convert string to float",
-    ),
+    "reward_weights: [1, a]\n": ("has `reward_weights: [1, 'a']`, which cannot be read", "could not convert string"),
     "max_steps: ten\n": ("has `max_steps: ten`, which cannot be read", "invalid literal for int()"),
     "training:\n  learning_rate: 1e-5\n": (
         "has `training`, which is no argument. Nested sections are not read",

@@ -12,9 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("samples", metavar="SAMPLES", type=Path, help="folder of `evaluate`, or log of Inspect")
     parser.add_argument("labels", metavar="LABELS", type=Path, nargs="?", help="CSV file to write or to read")
     drawing = parser.add_argument_group("drawing")
-    drawing.add_argument(
-        "--draw", metavar="N", type=int, help="write a file of so many completions to label, such as 200"
-    )
+    drawing.add_argument("--draw", metavar="N", type=int, help="write a file of N completions to label, such as 200")
     drawing.add_argument("--threshold", type=float, help="reward under which the judge calls a completion bad")
     drawing.add_argument("--column", default="reward", help="column with the judge's scores (reward)")
     drawing.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")

@@ -1,5 +1,6 @@
 """What the configurations of all trainers share: their options for rewards, scoring and vLLM, and how fields are declared."""
 
+import copy
 import inspect
 import re
 import warnings
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ._checks import own_precision
+from ._checks import own_precision, parse_objects
 
 
 # TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
@@ -48,6 +49,8 @@ class WholePrompts:
         if self.per_device_eval_batch_size is None:
             drawn = max(self.num_generations_eval or self.num_generations or 1, 1)
             self.per_device_eval_batch_size = max(max(self.per_device_train_batch_size, 8) // drawn, 1) * drawn
+        texts = (name for name in self._VALID_DICT_FIELDS if str(getattr(self, name)).startswith("{"))
+        parse_objects(copy.copy(self), *texts)  # transformers' error names no field
         with own_precision(self):
             super().__post_init__()
 
