@@ -153,18 +153,18 @@ def test_a_run_goes_on_where_nobody_reads_it(tmp_path, poor_stdout):
 
 
 @pytest.mark.parametrize("command", ["repulse", "grpo"])
-def test_held_out_prompts_need_one_argument(tmp_path, command):
+def test_held_out_prompts_need_one_argument(tmp_path, caplog, command):
     """With 16 completions a prompt, and the column of the prompts that are trained on."""
     prompts = two_tokens.load_prompts()["prompt"]
     for name, rows in (("train", prompts), ("held_out", prompts[:3])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"question": text}) for text in rows))
     config = tmp_path / "config.yaml"
-    config.write_text(
-        f"{Path(two_tokens.config_path(command)).read_text()}\neval_dataset_name: {tmp_path}/held_out.jsonl\n"
-    )
+    settings = Path(two_tokens.config_path(command)).read_text()
+    config.write_text(f"{settings}\neval_dataset_name: {tmp_path}/held_out.jsonl\nnum_final_samples: 2\n")
     flags = ["--config", str(config), "--dataset_name", f"{tmp_path}/train.jsonl", "--prompt_column", "question"]
     metrics = run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
     assert "eval_reward" in metrics
+    assert ("under a `bad_reward_threshold`, and this run has none" in caplog.text) == (command == "grpo")
     with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 16"):
         run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
 

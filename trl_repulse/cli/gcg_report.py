@@ -11,9 +11,7 @@ from ._fields import add_options
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", metavar="FOLDER", help="folder that `trl-repulse gcg` wrote")
-    parser.add_argument(
-        "--threshold", type=float, nargs="+", required=True, help="scores under which a response is bad"
-    )
+    parser.add_argument("--threshold", type=float, nargs="+", required=True, help="scores under which outputs are bad")
     parser.add_argument("--k", type=int, nargs="+", default=[1], help="samples of an attacker (1)")
     add_options(parser, "confidence", "output")
     parser.add_argument("--tail", type=float, default=0.1, help="share of samples whose mean is shown (%(default)s)")

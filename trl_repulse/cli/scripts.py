@@ -175,6 +175,8 @@ def _evaluate(
     (if any) by its name in the report; nothing without `num_final_samples` and a threshold. All processes must call it."""
     args, threshold = trainer.args, getattr(trainer, "bad_reward_threshold", None)
     trainer.evaluate()
+    if script_args.num_final_samples and threshold is None and args.should_log:
+        logger.warning("`num_final_samples` measures P(bad) under a `bad_reward_threshold`, and this run has none.")
     if not script_args.num_final_samples or threshold is None:
         return {}, {}
     reward = trainer.reward_funcs[0]
