@@ -237,7 +237,7 @@ class BaseTrainer(GRPOTrainer):
         lends_base, proposal, adapters = plan_proposal(
             args, model, reward_funcs, peft_config, second.get("proposal_model"), second.get("proposal_peft_config")
         )
-        check_adapters(model, *adapters, second.get("value_peft_config"))
+        check_adapters(model, *adapters, second.get("value_peft_config"), beta=args.beta)
         check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **models)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
