@@ -151,7 +151,7 @@ def check_shared(args: Any) -> None:
     fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
     require(args, fits, "share_prompts", "is not one of 'auto', True, False")
     check_template_variables(args.chat_template_kwargs)
-    remedy = "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The paper's β is `target_dist_beta`"
+    remedy = "must be at least 0: it is the KL coefficient. The paper's β is `target_dist_beta` of `RePULSeConfig`"
     require(args, 0 <= args.beta < math.inf, "beta", remedy)
     remedy = "must be a finite number of at least 0"
     require(args, args.learning_rate is None or 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
