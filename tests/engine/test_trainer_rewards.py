@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
 
 from trl_repulse import PPOTrainer, ReinforceTrainer, RePULSeGRPOTrainer, RePULSeTrainer
 from trl_repulse.data._checks import check_rewards
@@ -311,10 +312,9 @@ def test_a_decorator_may_take_what_its_function_does_not(make):
     assert logs_of(trained(make(ReinforceTrainer, reward_funcs=cached, max_steps=1)))["reward"] < 0
 
 
-def test_nan_from_a_reward_model_is_refused(make, model_dirs):
-    from transformers import AutoModelForSequenceClassification
-
+def test_a_reward_model_has_no_dropout_and_nan_from_it_is_refused(make, model_dirs):
     model = AutoModelForSequenceClassification.from_pretrained(model_dirs["gpt2"], num_labels=1)
+    assert not make(reward_funcs=model.train()).reward_funcs[0].training  # as a `RewardTrainer` leaves it
     torch.nn.init.constant_(model.score.weight, torch.nan)
     with pytest.raises(ValueError, match="returned nan .* check its weights"):
         make(reward_funcs=model).train()

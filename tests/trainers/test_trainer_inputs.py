@@ -67,9 +67,16 @@ def test_streams_without_prompts(make, trainer_cls, row):
 )
 def test_configurations_of_another_trainer(tmp_path, prompts, reward, nothing_loaded, trainer_cls, config_cls):
     args = config_cls(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    expected = trainer_cls._config_cls.__name__
-    with pytest.raises(ValueError, match=f"`args` is of the class {config_cls.__name__}; pass a `{expected}`"):
+    with pytest.raises(ValueError, match=f"class {config_cls.__name__}; pass a `{trainer_cls._config_cls.__name__}`"):
         trainer_cls(model="gpt2", reward_funcs=reward, args=args, train_dataset=prompts)
+
+
+@pytest.mark.parametrize("trainer_cls", TRAINERS)
+def test_a_configuration_that_was_changed_is_checked_again(make, prompts, reward, trainer_cls):
+    args = make(trainer_cls).args
+    args.beta = -1.0  # like `top_k`, which would make weights wrong
+    with pytest.raises(ValueError, match="`beta=-1.0` must be at least 0"):
+        trainer_cls("gpt2", reward, args, prompts)
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
@@ -108,8 +115,9 @@ def test_an_adapter_of_no_proposal(make, nothing_loaded, kwargs):
 
 def test_a_policys_adapter_of_another_name(make, tokenizer):
     policy = get_peft_model(build_model("gpt2", len(tokenizer)), lora(), adapter_name="mine")
-    with pytest.raises(ValueError, match="The policy's adapter is named 'mine'; load it under PEFT's name, 'default'"):
-        make(model=policy, extra={"processing_class": tokenizer})
+    for settings in ({}, {"beta": 0.1, "alpha": 0.0}):
+        with pytest.raises(ValueError, match="The policy's adapter is named 'mine'.* load it under .* 'default'"):
+            make(model=policy, extra={"processing_class": tokenizer}, **settings)
 
 
 @pytest.mark.parametrize("trainer_cls", TRAINERS)
@@ -163,20 +171,15 @@ def test_models_that_cannot_be_loaded_are_named_before_any_is(
     if without == "weights":
         path.mkdir()
         shutil.copy(Path(model_dirs["gpt2"]) / "config.json", path)
-    with pytest.raises(
-        ValueError, match=f"`{argument}='.*mistyped'`.* cannot be loaded.* give the path of a saved"
-    ) as error:
+    with pytest.raises(ValueError, match=f"`{argument}='.*mistyped'`.* cannot be loaded.* give the path of") as error:
         make(trainer_cls, **arguments(str(path)))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, PPOTrainer])
 def test_a_policy_from_nowhere_has_no_reference(make, tokenizer, trainer_cls):
-    policy = build_model("gpt2", len(tokenizer))
-    extra = {"processing_class": tokenizer}
-    with pytest.raises(
-        ValueError, match="The reference model that `beta=0.1` needs, .* cannot be loaded; save the policy"
-    ):
+    policy, extra = build_model("gpt2", len(tokenizer)), {"processing_class": tokenizer}
+    with pytest.raises(ValueError, match="The reference model that `beta=0.1` needs, .* cannot be loaded; save"):
         make(trainer_cls, model=policy, beta=0.1, extra=extra)
     make(trainer_cls, model=policy, beta=0.0, extra=extra)
 

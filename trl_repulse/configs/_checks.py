@@ -151,10 +151,7 @@ def check_shared(args: Any) -> None:
     fits = isinstance(args.share_prompts, bool) or args.share_prompts == "auto"
     require(args, fits, "share_prompts", "is not one of 'auto', True, False")
     check_template_variables(args.chat_template_kwargs)
-    remedy = (
-        "must be at least 0 (0 is no KL penalty): it is the KL coefficient. The β of the paper's target distribution is "
-        "`target_dist_beta` of `RePULSeConfig`"
-    )
+    remedy = "must be at least 0: it is the KL coefficient. The paper's β is `target_dist_beta` of `RePULSeConfig`"
     require(args, 0 <= args.beta < math.inf, "beta", remedy)
     remedy = "must be a finite number of at least 0"
     require(args, args.learning_rate is None or 0 <= args.learning_rate < math.inf, "learning_rate", remedy)
@@ -170,10 +167,8 @@ def check_shared(args: Any) -> None:
         require(args, 0 <= args.ref_model_mixup_alpha <= 1, "ref_model_mixup_alpha", remedy)
         require(args, args.ref_model_sync_steps >= 1, "ref_model_sync_steps", "must be at least 1")
     for name in ("fp16_full_eval", "bf16_full_eval"):
-        remedy = (
-            "would cast the policy permanently, and no second model; leave it False (with "
-            f"`{name.removesuffix('_full_eval')}=True` evaluation runs in that precision too)"
-        )
+        precision = name.removesuffix("_full_eval")
+        remedy = f"would cast the policy permanently; leave it False (`{precision}=True` is for evaluation too)"
         require(args, not getattr(args, name), name, remedy)
     check_uploads(args)
 
@@ -266,9 +261,7 @@ def _check_rows(args: Any) -> None:
     remedy = "leaves a prompt one sample, and weights compare several; set at least 2, or, on PPO, `num_proposal_generations`"
     require(args, drawn >= 2, "num_generations", remedy)
     if args.proposal == "policy":
-        remedy = (
-            "is too few for the policy as its own proposal, whose weights compare a prompt's samples; set at least 2"
-        )
+        remedy = "is too few for the policy as its own proposal, whose weights compare samples; set at least 2"
         require(args, args.num_generations >= 2, "num_generations", remedy)
     remedy = "is for `RePULSeTrainer` alone; leave it at {!r}"
     require_defaults(args, remedy, "negative_loss", "proposal_updates_per_step", "proposal_update_order")
@@ -315,9 +308,7 @@ def _check_no_proposal(args: Any) -> None:
     remedy = f"is for `proposal='learned'`, and `{args.proposal!r}` builds no second model; leave it at {{!r}}"
     require_defaults(args, remedy, *_OF_SECOND_MODEL)
     if args.proposal == "policy":
-        remedy = (
-            "asks for samples beside the policy's own; set `proposal` to 'hot_policy' or 'learned', or leave it unset"
-        )
+        remedy = "asks for samples beside the policy's own; set another `proposal`, or leave it unset"
         require(args, args.num_proposal_generations is None, "num_proposal_generations", remedy)
         return
     if args.proposal_temperature is not None:
@@ -333,7 +324,7 @@ def check_uploads(args: Any, pushing: bool = False) -> None:
     """
     Refuses to upload a learned proposal, except to a private repository of its own, and bad completions that a run keeps.
 
-    Called when the configuration is made and again by the trainer, since fields and environment may change. `pushing`
+    Called when the configuration is made and again before training, since fields and environment may change. `pushing`
     says that the policy is being pushed, which is possible without `push_to_hub=True`. Raises `ValueError`.
     """
     learned = getattr(args, "has_proposal", False)

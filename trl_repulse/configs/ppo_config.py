@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trl import GRPOConfig
 
-from ._checks import check_second_schedule, check_shared, require, require_defaults
+from ._checks import check_second_schedule, require, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -93,7 +93,10 @@ class PPOConfig(SharedConfig, GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
-        check_shared(self)
+        self.check()
+
+    def check(self) -> None:
+        super().check()
         for name in ("gamma", "gae_lambda"):
             require(self, 0 <= getattr(self, name) <= 1, name, "must be from 0 to 1")
         if self.value_learning_rate is not None:

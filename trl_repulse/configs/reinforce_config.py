@@ -6,7 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_shared, require, require_defaults
+from ._checks import check_compared, require, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -94,7 +94,10 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     def __post_init__(self):
         check_compared(self)
         super().__post_init__()
-        check_shared(self)
+        self.check()
+
+    def check(self) -> None:
+        super().check()
         for what, names in _GRPO_ONLY.items():
             require_defaults(self, what + "; leave it at {!r}", *names)
         if self.reward_clip_range is not None:
@@ -107,7 +110,5 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         if self.baseline != "constant":
             require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")
         else:
-            remedy = (
-                "has no effect with `normalize_advantages=True`, which subtracts the mean; choose `baseline='none'`"
-            )
+            remedy = "has no effect with `normalize_advantages=True`, which subtracts the mean; set `baseline='none'`"
             require(self, not self.normalize_advantages, "baseline", remedy)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, check_repulse_config, check_shared, require
+from ._checks import check_compared, check_repulse_config, require
 from .ppo_config import PPOConfig
 from .reinforce_config import ReinforceConfig
 from .shared_config import SharedConfig, documented, option
@@ -190,8 +190,8 @@ class RePULSeConfig(NegativeTermConfig, ReinforceConfig):
     beta: float = option(0.2, "Coefficient of the KL penalty, which is part of the return.")
     num_generations: int | None = option(4, "Number of completions a prompt, at least 2, whose returns are compared.")
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         check_repulse_config(self)
 
 
@@ -221,8 +221,8 @@ class RePULSePPOConfig(NegativeTermConfig, PPOConfig):
     )
     logprob_reduction: Literal["mean", "sum"] = "mean"
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         check_repulse_config(self, in_rows=True)
 
 
@@ -265,13 +265,14 @@ class RePULSeGRPOConfig(NegativeTermConfig, SharedConfig, GRPOConfig):
     def __post_init__(self):
         check_compared(self)
         super().__post_init__()
-        check_shared(self)
+        self.check()
+
+    def check(self) -> None:
+        super().check()
         remedy = "does not reach GRPO's advantages, which TRL makes of rewards; leave it at None"
         require(self, self.reward_transform is None, "reward_transform", remedy)
         check_repulse_config(self, in_rows=True)
-        remedy = (
-            "is for completions that are drawn for the negative term; leave it False, the policy's own need no leave"
-        )
+        remedy = "is for completions that are drawn for the negative term; leave it False: the policy's own need none"
         own = self.alpha > 0 and not self.draws_twice
         require(self, not (own and self.proposal_tools), "proposal_tools", remedy)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ._checks import own_precision, parse_objects
+from ._checks import check_shared, own_precision, parse_objects
 
 
 # TRL (1.16) sets and reads what transformers (5.24) has renamed, at each update. Way out: a TRL that uses the new names.
@@ -121,6 +121,10 @@ class SharedConfig(WholePrompts):
     share_prompts: Literal["auto", True, False, "true", "false"] = "auto"
 
     vllm_sleep_level: Literal[1, 2] | None = None
+
+    def check(self) -> None:
+        """Refuses values that do not fit, with a `ValueError`; a trainer calls it again, since fields may have been changed."""
+        check_shared(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Like [`~transformers.TrainingArguments.to_dict`], which files and trackers get, but without secrets."""

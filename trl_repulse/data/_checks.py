@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
@@ -33,9 +34,7 @@ def check_arguments(config_cls: type, args: Any, **models: Any) -> None:
 def check_reward_funcs(reward_funcs: Any) -> None:
     """Refuses training without a reward."""
     if reward_funcs is None or (isinstance(reward_funcs, list | tuple) and not reward_funcs):
-        raise ValueError(
-            f"`reward_funcs={reward_funcs!r}` gives no reward; pass at least one function or reward model."
-        )
+        raise ValueError(f"`reward_funcs={reward_funcs!r}` gives no reward; pass a function or a reward model.")
 
 
 def check_dataset(dataset: Dataset | IterableDataset | None, name: str) -> None:
@@ -111,9 +110,7 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
     """A data set of prompts. Refuses a single text, rows of a data set, what is neither text nor messages, and what [`check_dataset`]
     refuses."""
     if isinstance(prompts, str | Path):
-        raise ValueError(
-            f"`prompts` is the text {str(prompts)[:60]!r}; pass a list of prompts, or `load_prompts(...)` of a file."
-        )
+        raise ValueError(f"`prompts` is the text {str(prompts)[:60]!r}; pass a list, or `load_prompts` of a file.")
     if hasattr(prompts, "columns"):
         raise ValueError(
             f"`prompts` is a table ({type(prompts).__name__}); pass `Dataset.from_pandas(...)` of it, or its column of prompts."
@@ -121,9 +118,7 @@ def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
     if not isinstance(prompts, Dataset | Mapping):
         prompts = prompts if isinstance(prompts, IterableDataset) else list(prompts)
         if any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise ValueError(
-                "`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them, or their prompts alone."
-            )
+            raise ValueError("`prompts` holds rows of a data set; pass `Dataset.from_list(...)` of them.")
         check_conversations(prompts, "`prompts`")  # before Arrow, whose errors name no row
         prompts = from_columns({"prompt": prompts})
     check_dataset(prompts, "prompts")
@@ -219,14 +214,20 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
         )
 
 
-def check_adapters(model: Any, *configs: Any) -> None:
-    """Refuses adapters with a forward pass of their own, among them AdaLoRA, and folders that hold only an adapter."""
+def check_adapters(model: Any, *configs: Any, beta: float = 0.0) -> None:
+    """Refuses adapters with a forward pass of their own, folders of an adapter alone and, with `beta`, what gives TRL another reference."""
     if isinstance(model, str) and (Path(model) / "adapter_config.json").is_file():
         if not (Path(model) / "config.json").is_file():
             raise ValueError(
                 f"`model={model!r}` is the folder of an adapter, without its base; pass `PeftModel.from_pretrained(base, "
                 f"{model!r}, is_trainable=True)`, with the base model as `base`, or merge the two with `merge_and_unload`."
             )
+    copied = beta and not isinstance(model, str) and is_peft_model(model)  # TRL (1.16) copies "default" to "ref"
+    if copied and (model.active_adapters != ["default"] or "ref" in model.peft_config):
+        raise ValueError(
+            f"The policy's adapter is named {', '.join(model.active_adapters)!r}, of {', '.join(map(repr, model.peft_config))}; for a KL "
+            "penalty load it under PEFT's name, 'default', and drop an earlier trainer's with `model.delete_adapter('ref')`."
+        )
     for config in (*getattr(model, "peft_config", {}).values(), *configs):
         if config is not None:
             check_forward_pass(config, refused=("ADALORA",))

@@ -50,7 +50,7 @@ def load_reward_models(reward_funcs: Any, tokenizers: Any, args: Any) -> tuple[l
                 named = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
                 own[i] = load_tokenizer(function, "reward model", **named)
         if isinstance(function, nn.Module):
-            check_reward_model(function, f"`reward_funcs[{i}]`")
+            check_reward_model(function.eval(), f"`reward_funcs[{i}]`")  # its own trainer leaves dropout on
     check_tokenizers(functions, own)
     return functions, own
 

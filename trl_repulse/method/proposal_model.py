@@ -86,14 +86,12 @@ def plan_proposal(
         for name, value in {"proposal_peft_config": own_config, "proposal_model": given}.items():
             if value is not None:
                 raise ValueError(
-                    f"`{name}` is given, but the configuration builds no proposal; set `alpha` above 0 and "
-                    f"`proposal='learned'`, or leave `{name}` out."
+                    f"`{name}` is given, but the configuration builds no proposal; set `proposal='learned'`, or leave it out."
                 )
         return False, None, [peft_config]
     if not isinstance(model, str) and is_peft_model(model) and POLICY_ADAPTER not in model.peft_config:
         raise ValueError(
-            f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, "
-            f"{POLICY_ADAPTER!r}."
+            f"The policy's adapter is named {', '.join(map(repr, model.peft_config))}; load it under PEFT's name, 'default'."
         )
     proposal = given
     if given is not None:

@@ -219,6 +219,7 @@ class BaseTrainer(GRPOTrainer):
         models = {name: second.get(name) for name in ("proposal_model", "value_model")}
         check_arguments(self._config_cls, args, model=model, **models)
         args = self._configuration(model, args)
+        args.check()
         _trl.require_hooks()
         self._check_turns(args, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         share_process_group(args)
@@ -236,7 +237,7 @@ class BaseTrainer(GRPOTrainer):
         lends_base, proposal, adapters = plan_proposal(
             args, model, reward_funcs, peft_config, second.get("proposal_model"), second.get("proposal_peft_config")
         )
-        check_adapters(model, *adapters, second.get("value_peft_config"))
+        check_adapters(model, *adapters, second.get("value_peft_config"), beta=args.beta)
         check_loadable(args, peft_config, model=model, reward_funcs=reward_funcs, **models)
         check_language_model(model, "`model`", (args.model_init_kwargs or {}).get("revision"))
         check_separate_rewards(reward_funcs, model, "`model`", trained=peft_config is None)
@@ -711,8 +712,7 @@ class BaseTrainer(GRPOTrainer):
     # Several processes
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's. Refuses fp16 that would have no effect, continuous batching with FSDP, and trackers that upload bad outputs."""
-        check_uploads(self.args)  # the trackers are built next
+        """As the Trainer's. Refuses fp16 that would have no effect, and continuous batching with FSDP."""
         super().create_accelerator_and_postprocess()
         engine_scales = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
         if self.accelerator.mixed_precision == "fp16" and not self.accelerator.native_amp and not engine_scales:
