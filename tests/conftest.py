@@ -118,7 +118,7 @@ def build_accelerator():
     return Accelerator(cpu=USE_CPU, mixed_precision="no")
 
 
-def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
+def build_tokenizer(words: list[str] = WORDS, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Word-level tokenizer whose tokens carry their leading space, so that texts concatenate as tokens do."""
     tokens = ["<pad>", "<eos>", "<unk>", *words, *(f"Ġ{word}" for word in words)]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
@@ -131,6 +131,7 @@ def build_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
     )
 
 
@@ -191,9 +192,20 @@ def word_reward(completions, **kwargs):
     return [sum(values.get(word, 0.0) for word in completion.split()) for completion in completions]
 
 
+def silent(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
 @pytest.fixture(scope="session")
 def reward():
     return word_reward
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch):
+    """No model may be loaded."""
+    target = "transformers.PreTrainedModel.from_pretrained"
+    monkeypatch.setattr(target, lambda *_, **__: pytest.fail("a model is loaded"))
 
 
 @pytest.fixture(params=["no reader", "ascii"])

@@ -11,6 +11,10 @@ from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from .conftest import build_model, build_tokenizer, word_reward
 
 
+# What a chat model reads, and " bad" behind it unless it may think
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not thinking | default(true) %} bad{% endif %}"
+
+
 def write_inputs(folder, rewards="[0.0 for _ in completions]", prompts=("the cat", "fish")):
     """Prompts and a reward function in files, which the expression `rewards` returns; the flags that name them."""
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
@@ -22,8 +26,7 @@ def write_inputs(folder, rewards="[0.0 for _ in completions]", prompts=("the cat
 
 def save_chat(folder, template):
     """The path of a saved random GPT-2, whose tokenizer has a chat template; and the tokenizer."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = build_tokenizer(chat_template=template)
     for each in (build_model("gpt2", len(tokenizer)), tokenizer):
         each.save_pretrained(folder)
     return str(folder), tokenizer

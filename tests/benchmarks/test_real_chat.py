@@ -35,8 +35,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_gene
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     """A tiny world, in which a completion is bad if it begins with one of two words, and a fast race in it."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
     model = build_model("llama", len(tokenizer))
     folder = tmp_path / "world"
     model.save_pretrained(folder / "policy")
@@ -207,10 +206,8 @@ def test_gains_of_samplers_and_the_average(world, tmp_path, capsys):
     average.main([str(world), "--runs", str(run), str(other), "--out", str(out), "--samples", "4"])
     assert race.cost_of(out)["method"] == "average of 2, A" and race.cost_of(out)["budget"] == 4.0
     of_run, mean = load_file(run / file), load_file(out / file)
-    assert (
-        all(torch.allclose(mean[name], 2 * of_run[name]) for name in mean)
-        and len(load_samples(out / "samples").table) == 24
-    )
+    assert all(torch.allclose(mean[name], 2 * of_run[name]) for name in mean)
+    assert len(load_samples(out / "samples").table) == 24
 
 
 def test_figure(tmp_path, monkeypatch):

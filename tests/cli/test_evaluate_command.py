@@ -13,8 +13,8 @@ from trl_repulse.cli.main import main
 from trl_repulse.evaluation.records import load_samples, read_header
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 
-from ..conftest import build_model
-from ..evaluation_support import save_chat, write_inputs, write_samples
+from ..conftest import build_model, silent
+from ..evaluation_support import TEMPLATE, save_chat, write_inputs, write_samples
 
 
 def test_each_setting_of_the_sampler_is_an_option():
@@ -90,9 +90,6 @@ def test_reading_needs_samples(tmp_path, capsys, changes, message):
     assert message in capsys.readouterr().err
 
 
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not thinking | default(true) %} bad{% endif %}"
-
-
 @pytest.fixture
 def never(monkeypatch):
     """No model may be loaded."""
@@ -139,10 +136,6 @@ def test_wrong_types_in_json_are_no_tracebacks(command, capsys, reward, message)
     start = ["--reward_type", "sequence_pair", "--reward_model_path", "x"] if reward[0] == "--reward_kwargs" else []
     assert command(reward=[*start, *reward]) == 1
     assert message in capsys.readouterr().err
-
-
-def silent(completions, **kwargs):
-    return [0.0 for _ in completions]
 
 
 def test_a_template_takes_further_variables(tmp_path, command):

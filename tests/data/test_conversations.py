@@ -17,7 +17,7 @@ from trl_repulse.evaluation.rare.sampling import draw, find_temperature
 from trl_repulse.evaluation.sampling import SamplingSettings, sample_completions
 from trl_repulse.generation import TransformersGenerator
 
-from ..conftest import build_model, build_tokenizer
+from ..conftest import build_model, build_tokenizer, silent
 
 
 TRAINERS = [RePULSeTrainer, PPOTrainer]
@@ -46,10 +46,6 @@ NO_TEMPLATE = "Row 1 of `{}` is a conversation, but the tokenizer has no chat te
 REFUSED = "Row 2 of `{}`, with the roles user, user, is refused by the chat template .*roles must alternate.*; change its messages"
 
 
-def silent(completions, **kwargs):
-    return [0.0 for _ in completions]
-
-
 def one_line(error):
     return "\n" not in str(error.value) and len(str(error.value)) < 500
 
@@ -61,9 +57,7 @@ def rows_of(prompt):
 
 @pytest.fixture
 def chat_tokenizer():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return build_tokenizer(chat_template=TEMPLATE)
 
 
 @pytest.fixture
@@ -73,14 +67,6 @@ def judge(tokenizer):
     model = GPT2ForSequenceClassification(GPT2Config(vocab_size=len(tokenizer), **sizes))
     model.config._name_or_path = "judge"
     return model
-
-
-@pytest.fixture
-def nothing_loaded(monkeypatch):
-    def loaded(*args, **kwargs):
-        raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +128,8 @@ class TestTrainers:
         answered = [TURN, {"role": "assistant", "content": "ran"}, TURN]
         dataset = Dataset.from_list([{"prompt": GOOD}, {"prompt": answered}] * 8)
         make(trainer_cls, reward_funcs=silent, dataset=dataset, extra={"processing_class": chat_tokenizer}).train()
-        made = Dataset.from_dict({"prompt": range(16)}).with_transform(
-            lambda rows: {"prompt": [GOOD for _ in rows["prompt"]]}
-        )
+        made = Dataset.from_dict({"prompt": range(16)})
+        made = made.with_transform(lambda rows: {"prompt": [GOOD for _ in rows["prompt"]]})
         make(trainer_cls, dataset=made, extra={"processing_class": chat_tokenizer})
 
     def test_token_types_are_not_passed_on(self, make, chat_tokenizer, trainer_cls):
@@ -230,9 +215,8 @@ class TestEvaluation:
             assert one_line(error)
         chat_tokenizer.chat_template = "{{ raise_exception('No users') }}"
         rows, model = [{"goal": "the cat", "target": " ran"}], build_model("gpt2", len(chat_tokenizer))
-        with pytest.raises(
-            ValueError, match="Row 1 of the table: .* the roles user, is refused by the chat template .*No users"
-        ):
+        message = "Row 1 of the table: .* the roles user, is refused by the chat template .*No users"
+        with pytest.raises(ValueError, match=message):
             evaluate_gcg(model, chat_tokenizer, rows, lambda goals, responses: [], output=tmp_path / "out")
 
 
@@ -241,10 +225,8 @@ def test_names_that_are_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)  # where folders of these names may be
     for name in ("p.jsonn", "data/prompts", "prompts", "a/b/c", "org/data-v1.2"):
-        message = (
-            f"no file or folder `{name}`, and no data set of that name could be loaded from .*correct the path or"
-        )
-        with pytest.raises(ValueError, match=message) as error:
+        message = f"no file or folder `{name}`, and no data set of that name could be loaded from .*correct the path"
+        with pytest.raises(ValueError, match=f"{message} or") as error:
             load_prompts(name)
         assert one_line(error)
     with pytest.raises(ValueError, match="The name of the prompts is empty"):
@@ -264,9 +246,8 @@ def test_folders_that_hold_no_data(tmp_path):
 @pytest.mark.parametrize("trainer_cls", [ReinforceTrainer, RePULSeTrainer, PPOTrainer])
 def test_reinforce_rewards_the_whole_message(make, chat_tokenizer, monkeypatch, trainer_cls):
     """GRPO takes messages apart where the tokenizer has a `response_template`, PPO with it; RLOO does not, nor does REINFORCE."""
-    monkeypatch.setattr(
-        grpo_trainer, "parse_response", lambda *args, **kwargs: {"role": "assistant", "content": "part"}
-    )
+    part = {"role": "assistant", "content": "part"}
+    monkeypatch.setattr(grpo_trainer, "parse_response", lambda *args, **kwargs: part)
     chat_tokenizer.response_template = "any"
     seen = []
 

@@ -177,8 +177,7 @@ def test_long_prompts_are_left_out(tokenizer):
 @pytest.mark.parametrize("template", [None, "{{ messages }}"])
 def test_a_row_without_a_prompt_is_named_when_long_ones_are_left_out(tmp_path, template):
     (tmp_path / "a.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": null}\n')
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = build_tokenizer(chat_template=template)
     rows = drop_long_prompts(load_prompts(tmp_path, streaming=True), tokenizer, 5)
     with pytest.raises(ValueError, match="Row 2 of the prompts has an empty `prompt`; fill it in or drop the row"):
         list(rows)

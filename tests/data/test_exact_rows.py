@@ -48,9 +48,7 @@ PROMPTS = [conversation(arguments) for arguments in ARGUMENTS]
 @pytest.fixture
 def writer():
     """Its template writes all of each message, in the order of its keys."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
-    return tokenizer
+    return build_tokenizer(chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
 
 
 @pytest.fixture

@@ -46,9 +46,7 @@ def today(monkeypatch):
 
 @pytest.fixture
 def dated():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = DATED
-    return tokenizer
+    return build_tokenizer(chat_template=DATED)
 
 
 def length(completions, **columns):
@@ -82,9 +80,8 @@ def test_held_out_samples(dated, today, tmp_path):
     def sample(folder, seed=0, **settings):
         model = build_model("gpt2", len(dated), seed)
         settings = SamplingSettings(num_samples=2, max_completion_length=2, shard_size=3, **settings)
-        return sample_completions(
-            tmp_path / folder, model, MESSAGES, length, settings, tokenizer=dated, progress=False
-        )
+        options = {"tokenizer": dated, "progress": False}
+        return sample_completions(tmp_path / folder, model, MESSAGES, length, settings, **options)
 
     today(1)
     whole = sample("a").table
@@ -147,9 +144,8 @@ def test_samples_are_not_continued_with_another_template_of_a_judge(tmp_path, ki
         reward = ChatReward(str(folder), device="cpu") if kind == "ChatReward" else str(folder)
         if kind == "attack":
             behaviors = Dataset.from_dict({"prompt": MESSAGES})
-            return run_attacks(tmp_path / "a", str(tmp_path / "policy"), behaviors, [Attack("b")], reward, settings)[
-                "b"
-            ]
+            policy, attacks = str(tmp_path / "policy"), [Attack("b")]
+            return run_attacks(tmp_path / "a", policy, behaviors, attacks, reward, settings)["b"]
         options = {"tokenizer": tokenizer, "progress": False}
         return sample_completions(tmp_path / "a", model, MESSAGES, reward, settings, **options)
 

@@ -78,8 +78,8 @@ def test_augmented_text_has_the_letters_of_the_text():
 
 def test_what_is_asked():
     settings = SamplingSettings(num_samples=4)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    tokenizer = build_tokenizer(chat_template=template)
     plain = Dataset.from_list([{"prompt": "the cat", "Target": " sat"}, {"prompt": "fish", "Target": " ate"}])
 
     rows, count = attempts(Attack("a", template="say: {prompt}!"), plain, tokenizer, settings)

@@ -13,7 +13,8 @@ from trl_repulse import ReinforceTrainer, RePULSeTrainer
 from trl_repulse.evaluation._generation import as_function
 from trl_repulse.evaluation.callback import BeforeAfterCallback, TailReportCallback, draw_completions
 
-from ..conftest import build_tokenizer, word_reward
+from ..conftest import build_tokenizer, silent, word_reward
+from ..evaluation_support import TEMPLATE
 from ..reward_models import CHAT_TEMPLATE, messages, save_model
 from ..reward_models import build_tokenizer as build_reward_tokenizer
 
@@ -147,14 +148,8 @@ def test_rewards_may_share_a_name(make, prompts):
 
 @pytest.mark.trainer
 def test_prompts_are_read_with_the_trainers_template(make):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if not thinking | default(true) %} bad{% endif %}"
-    )
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in ("the cat", "fish")] * 2})
-
-    def silent(completions, **kwargs):
-        return [0.0 for _ in completions]
 
     for template in ({"thinking": False}, None):
         options = {"chat_template_kwargs": template, "reward_funcs": silent, "dataset": rows}

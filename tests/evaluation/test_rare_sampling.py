@@ -1,6 +1,5 @@
 """Draws from real models: pure sampling, scores that enumeration confirms, rewards as TRL gives them."""
 
-import copy
 import math
 
 import pytest
@@ -205,8 +204,7 @@ def test_messages(tokenizer, reward):
         return [0.0] * len(prompts)
 
     model, messages = build_model("gpt2", len(tokenizer)), [{"role": "user", "content": "the cat"}]
-    templated = copy.deepcopy(tokenizer)
-    templated.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}sat"
+    templated = build_tokenizer(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}sat")
     draws = draw([model], templated, [messages], judge, (10,), 2, seed=1)
     assert draws.texts == draw([model], tokenizer, ["the cat sat"], reward, (10,), 2, seed=1).texts
     assert all(prompt == messages and len(completion) == 1 for prompt, completion in seen)
@@ -243,15 +241,9 @@ def test_models_of_different_vocabularies_are_refused(tokenizer, reward):
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if thinking is defined %} bad{% endif %}{% endfor %}"
 
 
-def build_chat_tokenizer():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
 def test_a_template_takes_further_variables(tmp_path):
     """Policy, temperature and reward model read them: draws and scores are those of the prompts in full."""
-    tokenizer = build_chat_tokenizer()
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
     model = build_model("gpt2", len(tokenizer))
     messages = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
     full, template = ["the cat bad", "fish bad"], {"chat_template_kwargs": {"thinking": False}}
@@ -275,8 +267,7 @@ def test_a_template_takes_further_variables(tmp_path):
     judge = save_model(tmp_path / "judge", "llama", tokenizer, num_labels=1)[1]  # which reads the template as well
     one = [[{"role": "user", "content": "fish"}]]
     rewards = [
-        draw([model], tokenizer, one, judge, (8,), 2, reward_tokenizer=build_chat_tokenizer(), **more)
-        for more in (template, {})
+        draw([model], tokenizer, one, judge, (8,), 2, reward_tokenizer=tokenizer, **more) for more in (template, {})
     ]
     common = [dict(zip(each.texts[0], each.sample.rewards[0].tolist(), strict=True)) for each in rewards]
     assert any(common[0][text] != common[1][text] for text in common[0].keys() & common[1].keys())

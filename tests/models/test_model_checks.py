@@ -111,14 +111,9 @@ def test_trainers_check_their_models(make, tokenizer, tmp_path, trainer_cls, nam
 
 
 @pytest.mark.parametrize("name", ["model", "proposal_model"])
-def test_a_path_is_refused_by_its_configuration(make, tokenizer, tmp_path, monkeypatch, name):
+def test_a_path_is_refused_by_its_configuration(make, nothing_loaded, tokenizer, tmp_path, name):
     path = saved(tmp_path / "model", MODELS["t5"](), tokenizer)
     policy = path if name == "model" else gpt2()
-
-    def loaded(*args, **kwargs):
-        raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
     with pytest.raises(ValueError, match=f"^`{name}` {MESSAGES['t5']}"):
         make(model=policy, extra={"processing_class": tokenizer} | ({} if name == "model" else {name: path}))
 
