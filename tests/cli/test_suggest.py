@@ -37,13 +37,11 @@ from ..evaluation_support import write_inputs
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide.md"
+NORMAL = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
 UPDATES_TOOK = Updates(10, {"float32": 10.0, "bfloat16": 5.0}, "cuda", 2**33)  # 50 completions
 
 
-def measured(rewards=None, empty=0.5, parameters=135_000_000, lengths=17, ended=True):
-    """Normal rewards of spread 1.4 by default."""
-    if rewards is None:
-        rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
+def measured(rewards=NORMAL, empty=0.5, parameters=135_000_000, lengths=17, ended=True):
     rewards = np.asarray(rewards, dtype=float)
     lengths, ended = (np.broadcast_to(each, rewards.shape) for each in (lengths, ended))
     empty = None if empty is None else np.array([empty])
@@ -68,14 +66,13 @@ def target(found):
 
 
 def test_the_threshold_is_a_low_quantile_and_says_how_many_lie_under_it():
-    given = measured()
-    found = suggest(given)
+    found = suggest()
     threshold = found.values["bad_reward_threshold"]
-    assert threshold == pytest.approx(np.quantile(given.rewards, 0.02), abs=0.06)
-    below = int((given.rewards < threshold).sum())
+    assert threshold == pytest.approx(np.quantile(NORMAL, 0.02), abs=0.06)
+    below = int((NORMAL < threshold).sum())
     assert f"{below} of 500 samples" in found.reasons["bad_reward_threshold"] and 5 <= below <= 15
     assert not found.warnings
-    own = suggest(given, bad_reward_threshold=-1.0)
+    own = suggest(bad_reward_threshold=-1.0)
     assert own.values["bad_reward_threshold"] == -1.0
     assert own.reasons["bad_reward_threshold"].endswith("The value is yours.")
 
@@ -96,16 +93,15 @@ def test_of_two_peaks_the_lower_one_is_bad(share):
 
 def test_scaled_rewards_scale_what_has_their_unit_and_nothing_else():
     """Under Adam a reward times 10 with beta and alpha times 10 gives the same updates."""
-    rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
-    one, ten = suggest(measured(rewards)), suggest(measured(10 * rewards))
+    one, ten = suggest(measured()), suggest(measured(10 * NORMAL))
     assert (one.values["beta"], one.values["alpha"]) == (0.2, 1.0)
     for name in ("beta", "alpha", "bad_reward_threshold"):
         assert ten.values[name] == pytest.approx(10 * one.values[name])
     for name in set(one.values) - {"beta", "alpha", "bad_reward_threshold"}:
         assert ten.values[name] == one.values[name]
 
-    low = np.median(rewards[rewards < one.values["bad_reward_threshold"]])
-    assert target(one) * (np.quantile(rewards, 0.98) - low) == pytest.approx(-35, rel=0.05)
+    low = np.median(NORMAL[NORMAL < one.values["bad_reward_threshold"]])
+    assert target(one) * (np.quantile(NORMAL, 0.98) - low) == pytest.approx(-35, rel=0.05)
     assert target(ten) == pytest.approx(target(one) / 10, rel=0.05)
 
 
@@ -131,8 +127,8 @@ def test_the_learning_rate_is_that_of_the_runs_at_such_a_size(parameters, full, 
 
 @pytest.mark.parametrize(("share", "prompts"), [(0.1, 10), (0.05, 20), (0.02, 50), (0.002, 50)])
 def test_an_update_has_prompts_enough_for_ten_bad_samples(share, prompts):
-    rewards = np.where(np.arange(500) < 500 * share, -9.0, np.random.default_rng(0).normal(1.0, 1.4, 500))
-    found = suggest(measured(rewards.reshape(100, 5)), bad_reward_threshold=-8.0)
+    rewards = np.where(np.arange(500).reshape(100, 5) < 500 * share, -9.0, NORMAL)
+    found = suggest(measured(rewards), bad_reward_threshold=-8.0)
     assert (found.values["num_generations"], found.values["train_batch_size"]) == (5, 5 * prompts)
     few = suggest(replace(measured(), num_prompts=4)).values
     assert (few["num_generations"], few["train_batch_size"]) == (13, 52)
@@ -151,9 +147,8 @@ def test_the_pass_that_was_measured_is_the_pass_that_is_suggested():
     assert planned(updates=replace(UPDATES_TOOK, prompts=30)).values["per_device_train_batch_size"] == 125
     found = planned()
     assert found.values["per_device_train_batch_size"] == 50
-    assert (
-        "50 completions of a pass fit on this device (cuda), in 8 GiB" in found.reasons["per_device_train_batch_size"]
-    )
+    reason = found.reasons["per_device_train_batch_size"]
+    assert "50 completions of a pass fit on this device (cuda), in 8 GiB" in reason
 
 
 @pytest.mark.parametrize(
@@ -169,9 +164,8 @@ def test_the_other_precision_is_taken_where_it_is_clearly_faster(device, seconds
 
 def test_a_plan_without_a_budget_says_how_long_it_takes():
     found = planned()  # 50 prompts of half a second, 800 times
-    assert found.values["max_steps"] == UPDATES and found.notes["time"].startswith(
-        "about 5.6 hours for 800 updates of 25 seconds"
-    )
+    assert found.values["max_steps"] == UPDATES
+    assert found.notes["time"].startswith("about 5.6 hours for 800 updates of 25 seconds")
     assert planned(max_steps=80).notes["time"].startswith("about 33 minutes for 80 updates")
     assert planned(max_steps=80).values["warmup_steps"] == 10 and planned().values["warmup_steps"] == 20
     assert "evaluation" not in found.notes
@@ -259,9 +253,8 @@ class FakePolicy:
     def __init__(self, p, q, rewards):
         self.p, self.q, self.of_token = np.array(p), np.array(q), np.array(rewards)
         self.args = SimpleNamespace(seed=0, bad_reward_threshold=-1.0)
-        self.model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
-        )
+        config = AutoConfig.for_model("gpt2", vocab_size=len(p), n_layer=1, n_embd=8, n_head=2)
+        self.model = AutoModelForCausalLM.from_config(config)
 
     def draw(self, places, seed, sampler):
         of = self.p if sampler is POLICY else self.q
@@ -314,12 +307,9 @@ def test_a_constant_reward_is_refused(value):
     ("rewards", "words"),
     [
         (np.random.default_rng(0).exponential(1.0, (100, 5)), "has no low tail: the worst 2 %"),
-        (np.maximum(np.random.default_rng(0).normal(1.0, 1.4, (100, 5)), -0.5), "share the lowest reward"),
+        (np.maximum(NORMAL, -0.5), "share the lowest reward"),
         (np.where(np.arange(500).reshape(100, 5) % 2, 0.0, 1.0), "50% of the samples are bad"),
-        (
-            np.where(np.arange(500).reshape(100, 5) < 9, np.nan, np.random.default_rng(0).normal(1, 1.4, (100, 5))),
-            "9 of 500",
-        ),
+        (np.where(np.arange(500).reshape(100, 5) < 9, np.nan, NORMAL), "9 of 500"),
     ],
 )
 def test_rewards_without_a_low_tail_are_warned_of(rewards, words):
@@ -341,10 +331,9 @@ def test_what_an_empty_completion_gets_is_looked_at(empty, words):
 
 
 def test_what_a_cut_completion_gets_is_looked_at():
-    rewards = np.random.default_rng(0).normal(1.0, 1.4, (100, 5))
-    ended = np.ones((100, 5), dtype=bool)
-    ended[:4], rewards[:4] = False, 9.0
-    assert "A completion that was cut gets 9, among the highest" in suggest(measured(rewards, ended=ended)).warnings[0]
+    ended = np.arange(100)[:, None] >= 4
+    found = suggest(measured(np.where(ended, NORMAL, 9.0), ended=ended))
+    assert "A completion that was cut gets 9, among the highest" in found.warnings[0]
 
 
 # The command
