@@ -54,9 +54,8 @@ def test_a_card_of_a_trainer_gets_sections_and_metrics(model):
     card = ModelCard.load(model / "README.md")
     places = [card.text.index(f"### {name}") for name in ("Held-out samples", "Attacks (GCG)", "Framework versions")]
     assert places == sorted(places) and card.text.count("| P |") == 1 and "| P | 0.002 |" in card.text
-    found = {
-        each.metric_name: (each.metric_value, each.metric_args, each.dataset_name) for each in card.data.eval_results
-    }
+    results = card.data.eval_results
+    found = {each.metric_name: (each.metric_value, each.metric_args, each.dataset_name) for each in results}
     assert found == {
         "P(r < -4)": (0.002, {"confidence": 0.95, "low": 0.0, "high": 0.1}, "4 prompts"),
         "CVaR 0.01": (-3.0, {"confidence": 0.95, "high": -2.0}, "4 prompts"),
@@ -71,9 +70,7 @@ def test_evaluate_writes_its_report_on_a_new_card(model, weights, tmp_path, caps
     card = ModelCard.load(model / "README.md")
     assert capsys.readouterr().out.strip() in card.text
     found = {each.metric_name: each.metric_value for each in card.data.eval_results}
-    assert found["P(r < -4)"] == pytest.approx(1 / 6, rel=1e-5) and found["mean reward"] == pytest.approx(
-        1 / 6, rel=1e-5
-    )
+    assert [found["P(r < -4)"], found["mean reward"]] == pytest.approx([1 / 6] * 2, rel=1e-5)
     assert card.data.eval_results[0].dataset_name == "3 completions of each of 2 prompts"
     assert (card.data.library_name, card.data.model_name) == ("transformers", "model")
 
@@ -130,10 +127,8 @@ def test_a_card_that_cannot_be_read_is_refused_before_anything_is_drawn(tmp_path
     words = ["evaluate", str(tmp_path / "s"), "--model", str(model), "--prompts", "none", "--card", str(model)]
     assert main(words) == 1
     err = capsys.readouterr().err
-    assert (
-        re.search(f"`{model}/README.md` cannot be read as a model card .*{message}.*; correct it", err)
-        and len(err.splitlines()) == 1
-    )
+    assert re.search(f"`{model}/README.md` cannot be read as a model card .*{message}.*; correct it", err)
+    assert len(err.splitlines()) == 1
     assert (model / "README.md").read_bytes() == content
 
 

@@ -90,10 +90,8 @@ def test_wrong_arguments(capsys, arguments, message):
 
 
 def test_a_reward_that_cannot_be_served(capsys):
-    for arguments, message in (
-        ([], "`--reward_type` is needed"),
-        (["--reward_type", "ppl"], "`reward_type='ppl'` is not"),
-    ):
+    refused = ([], "`--reward_type` is needed"), (["--reward_type", "ppl"], "`reward_type='ppl'` is not")
+    for arguments, message in refused:
         assert main(["serve-reward", *arguments]) == 1
         assert (error := capsys.readouterr().err).startswith("trl-repulse serve-reward: ") and message in error
 

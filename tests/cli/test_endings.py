@@ -122,11 +122,8 @@ def test_a_run_that_the_system_kills_is_told_with_the_reason(monkeypatch, capsys
 def test_training_ends_with_its_launcher(monkeypatch, ended):
     """At its third look, either the launcher is gone, or this process has another parent."""
     monkeypatch.setenv(launcher._LAUNCHER, "7")
-    sent, looks, parents = (
-        [],
-        iter([True, True, ended != "launcher"]),
-        iter([7, 7, 7, 7 if ended == "launcher" else 1]),
-    )
+    sent, looks = [], iter([True, True, ended != "launcher"])
+    parents = iter([7, 7, 7, 7 if ended == "launcher" else 1])
     monkeypatch.setattr(launcher.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(launcher.psutil, "pid_exists", lambda pid: pid == 7 and next(looks))
     monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
@@ -212,7 +209,6 @@ def test_resuming_says_from_where_and_misses_no_tied_weights(make, caplog, monke
         f"Training goes on from {tmp_path / 'out' / 'checkpoint-1'}."
     ]
     assert not any("missing keys" in each for each in said)
-    trainer._issue_warnings_after_load(
-        SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
-    )
+    loaded = SimpleNamespace(missing_keys=["lm_head.weight", "a.weight"], unexpected_keys=[])
+    trainer._issue_warnings_after_load(loaded)
     assert "missing keys in the checkpoint model loaded: ['a.weight']" in caplog.records[-1].getMessage()

@@ -190,9 +190,8 @@ def test_the_published_command_has_its_file():
 def test_the_published_command_runs_on_a_stand_in(folder, tmp_path, capsys, monkeypatch):
     """Its own file, with small models in place of the named ones and few steps."""
     words = {word for row in ROWS for word in row["goal"].split()} | {"yes", "no", "i", "will", "refuse"}
-    save_model(
-        tmp_path / "reward", "deberta", build_reward_tokenizer("pair", more=[f"Ġ{word}" for word in sorted(words)])
-    )
+    tokenizer = build_reward_tokenizer("pair", more=[f"Ġ{word}" for word in sorted(words)])
+    save_model(tmp_path / "reward", "deberta", tokenizer)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "harmful_behaviors_custom.csv").write_text((folder / "table.csv").read_text())
     monkeypatch.chdir(tmp_path)

@@ -164,8 +164,7 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
 def test_messages_are_written_as_they_are(tmp_path):
     one = [{"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {"city": "a"}}}]}]
     other = [{"role": "assistant", "content": "b", "n": 2.5}]
-    rows = unpaired_rows(
-        completions((said := [{"role": "user", "content": "?"}], one, -5.0), (said, other, 1.0)), -1.0
-    )
+    asked = [{"role": "user", "content": "?"}]
+    rows = unpaired_rows(completions((asked, one, -5.0), (asked, other, 1.0)), -1.0)
     write_rows(tmp_path / "rows.jsonl", rows)
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows

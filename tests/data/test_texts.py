@@ -75,9 +75,8 @@ class Recorder:
         """That what was read is the text of all tokens, and that some of it would be another if completions were decoded alone."""
         assert self.read
         for prompt, completion, ids in self.read:
-            assert prompt + completion == tokenizer.decode(
-                tokenizer(prompt)["input_ids"] + ids, skip_special_tokens=True
-            )
+            whole = tokenizer(prompt)["input_ids"] + ids
+            assert prompt + completion == tokenizer.decode(whole, skip_special_tokens=True)
         assert any(text != tokenizer.decode(ids, skip_special_tokens=True) for _, text, ids in self.read)
 
 
@@ -184,9 +183,8 @@ def ending(tokenizer):
     end, begin = tokenizer.eos_token, tokenizer.bos_token
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A {end}", special_tokens=ids
-    )
+    added = processors.TemplateProcessing(single=f"{begin} $A {end}", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = added
     return tokenizer
 
 

@@ -46,9 +46,7 @@ def conversations():
 
 def close(result, expected):
     assert type(result) is list and all(type(value) is float for value in result)
-    assert (
-        len({round(value, 3) for value in expected}) > 1
-    )  # the control: an all-equal model would agree with anything
+    assert len({round(value, 3) for value in expected}) > 1  # an all-equal model would agree with anything
     torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -287,9 +285,8 @@ def test_more_bad_arguments_are_refused(pair):
         SequencePairReward(pair[0], question="first", **CPU)
     with pytest.raises(ValueError, match="has one label, whose logit is its log-odds"):
         ToxicityReward(pair[0], output="log_odds", **CPU)
-    with pytest.raises(
-        ValueError, match="The reward model `no/such/folder` cannot be loaded: there is no such folder"
-    ):
+    message = "The reward model `no/such/folder` cannot be loaded: there is no such folder"
+    with pytest.raises(ValueError, match=message):
         SequencePairReward("no/such/folder", **CPU)
 
 
