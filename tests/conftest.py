@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
 import re
 import sys
@@ -240,6 +241,14 @@ def hub(monkeypatch):
     assert not server.refused  # nothing was sent that the stand-in does not understand
     server.shutdown()
     server.server_close()
+
+
+def load_script(path, name):
+    """The module of a script, under a name by which dataclasses and worker processes find it."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_trainer(trainer_cls, model, reward_funcs, dataset, output_dir, extra=None, **kwargs):

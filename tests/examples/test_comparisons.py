@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import math
 import shutil
@@ -12,25 +11,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from examples.worlds import results, shop, two_tokens
-from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
 from trl_repulse.cli.arguments import parse
+
+from .. import conftest
+from .test_two_tokens import exact_evaluator
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load_script():
-    spec = importlib.util.spec_from_file_location("compare", EXAMPLES / "compare.py")
-    module = importlib.util.module_from_spec(spec)
     sys.path[:0] = [str(EXAMPLES)] * (str(EXAMPLES) not in sys.path)  # as for a script that is run there
-    sys.modules["compare"] = module  # worker processes look its functions up by name
-    spec.loader.exec_module(module)
-    return module
+    return conftest.load_script(EXAMPLES / "compare.py", "compare")
 
 
 def run_of(seed, log_prob_bad, reward=4.0):
@@ -134,12 +130,7 @@ def test_comparison_runs_and_resumes(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.thorough
 def test_the_largest_reward_is_the_worlds():
-    tokenizer, judge = (
-        AutoTokenizer.from_pretrained(path()) for path in (two_tokens.policy_path, two_tokens.reward_model_path)
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path())
-    bad = two_tokens.bad_token_ids(tokenizer)
-    evaluator = ExactEvaluator(tokenizer, two_tokens.load_prompts()["prompt"], model, bad, 2, reward_tokenizer=judge)
+    evaluator = exact_evaluator(two_tokens.load_prompts()["prompt"], 2)
     config = yaml.safe_load((EXAMPLES / "configs" / "compare.yaml").read_text())
     assert config["largest_reward"] == pytest.approx(evaluator.rewards.amax(dim=1).mean().item(), abs=1e-4)
 
@@ -162,7 +153,7 @@ def policy_dir(tmp_path_factory):
 
 @pytest.fixture
 def example(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module("agent")
 
 
@@ -177,9 +168,8 @@ def test_the_example_trains_each_method_once(tmp_path, policy_dir, capsys, examp
     assert len({row["final"]["log_prob_bad"] for row in rows}) == len(example.METHODS)
     assert {row["initial"]["log_prob_bad"] for row in rows} == {shop.evaluate(str(policy_dir)).log_prob_closed}
     printed = capsys.readouterr().out
-    assert all(
-        f"{row['final']['expected_reward']:.2f} / {row['final']['log_prob_bad']:.1f}" in printed for row in rows
-    )
+    ends = [row["final"] for row in rows]
+    assert all(f"{end['expected_reward']:.2f} / {end['log_prob_bad']:.1f}" in printed for end in ends)
     changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     example.main(arguments)
     assert changed == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}

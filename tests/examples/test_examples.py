@@ -1,6 +1,5 @@
 """The example script: what it writes and prints, what its flags do, and what it says to a mistaken user."""
 
-import importlib.util
 import json
 import os
 import runpy
@@ -20,12 +19,12 @@ from transformers import (
 )
 
 from examples.worlds import two_tokens
-from examples.worlds.exact import ExactEvaluator
 from examples.worlds.exact_tracking import ARGUMENTS
 from trl_repulse import embedded
 from trl_repulse.cli import arguments
 
-from ..conftest import without_others
+from ..conftest import load_script, without_others
+from .test_two_tokens import exact_evaluator
 
 
 pytestmark = pytest.mark.trainer
@@ -35,6 +34,7 @@ SCRIPT, WORLD = EXAMPLES / "repulse.py", two_tokens.flags("repulse")
 
 # Completions of one token: every exact evaluation takes milliseconds
 QUICK = ["--max_completion_length", "1", "--max_steps", "2", "--disable_tqdm", "true"]
+HOT = ["--proposal", "hot_policy", "--potential", "indicator", "--proposal_temperature", "2"]
 # Flags for models of the user's own, where nothing comes from embedded.yaml
 OWN = [
     *QUICK,
@@ -45,26 +45,13 @@ OWN = [
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("repulse_example", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT, "repulse_example")
 
 
 @pytest.fixture(scope="module")
 def evaluator():
     """The evaluator of the world of two tokens at one token, built by hand."""
-    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
-    return ExactEvaluator(
-        tokenizer,
-        two_tokens.load_prompts()["prompt"],
-        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
-        two_tokens.bad_token_ids(tokenizer),
-        1,
-        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
-        reference_model=AutoModelForCausalLM.from_pretrained(two_tokens.policy_path()),
-    )
+    return exact_evaluator(two_tokens.load_prompts()["prompt"], 1)
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +80,8 @@ def exact(evaluator, folder):
 
 def table_of(output):
     """The printed table, name to (start, end)."""
-    names = (
-        "expected reward",
-        "exact log P(bad), nats",
-        "KL to reference, nats per completion",
-        "samples drawn",
-        "seconds",
-    )
+    names = ("expected reward", "exact log P(bad), nats", "KL to reference, nats per completion")
+    names += ("samples drawn", "seconds")
     rows = (line.rsplit(maxsplit=2) for line in output.splitlines())
     return {cells[0]: cells[1:] for cells in rows if len(cells) == 3 and cells[0] in names}
 
@@ -114,11 +96,7 @@ def table_of(output):
         ([], "RePULSe", 512),
         (["--alpha", "0"], "REINFORCE", 256),
         (["--proposal", "policy"], "RePULSe (policy as proposal)", 256),
-        (
-            ["--proposal", "hot_policy", "--potential", "indicator", "--proposal_temperature", "2"],
-            "RePULSe (hot policy)",
-            512,
-        ),
+        (HOT, "RePULSe (hot policy)", 512),
         (["--num_proposal_generations", "4", "--proposal_updates_per_step", "2"], "RePULSe", 320),
     ],
     ids=["repulse", "reinforce", "policy_as_proposal", "hot_policy", "proposal_draws"],
@@ -199,18 +177,9 @@ def test_own_models_and_plain_prompts(example, tmp_path, capsys, model_dirs, rew
 # PPO, which shares all but the method
 
 
-@pytest.fixture
-def ppo_example(monkeypatch):
-    spec = importlib.util.spec_from_file_location("ppo_example", EXAMPLES / "ppo.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_ppo_run(ppo_example, evaluator, tmp_path, capsys):
-    value_model = ["--value_model_path", two_tokens.reward_model_path()]
-    ppo_example.main([*two_tokens.flags("ppo"), *QUICK, "--seed", "3", "--output_dir", str(tmp_path), *value_model])
+def test_ppo_run(evaluator, tmp_path, capsys):
+    flags = ["--seed", "3", "--output_dir", str(tmp_path), "--value_model_path", two_tokens.reward_model_path()]
+    load_script(EXAMPLES / "ppo.py", "ppo_example").main([*two_tokens.flags("ppo"), *QUICK, *flags])
     results = read_results(tmp_path)
     assert (results["method"], results["seed"], results["policy_updates"], results["samples"]) == ("PPO", 3, 2, 256)
     assert results["final"] == pytest.approx(exact(evaluator, tmp_path), abs=1e-6)

@@ -158,17 +158,8 @@ RULES = {
     "analytic_bad_word_calc": lambda value, *_: [("bad_token_ids", TOY_BAD)],
 }
 # What no flag says: the research code's own settings
-ALWAYS = {
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "max_grad_norm": 1.0,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "disable_dropout": True,
-    "dtype": "float32",
-    "optim": "adamw_torch_fused",
-}
+ALWAYS = {"weight_decay": 0.0, "warmup_steps": 0, "max_grad_norm": 1.0, "optim": "adamw_torch_fused"}
+ALWAYS |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "disable_dropout": True, "dtype": "float32"}
 UNSET = ("reward_kwargs", "single_prompt", "bad_token_ids", "eval_dataset_name", "reward_transform")
 DEFAULTS = dict.fromkeys(("bf16", "apply_chat_template", "save_negatives"), False) | dict.fromkeys(UNSET)
 OURS = {

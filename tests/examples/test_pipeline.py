@@ -1,7 +1,6 @@
 """`examples/pipeline`: from data to a model card in small; what is done is not repeated; mistakes are one line."""
 
 import importlib
-import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ from huggingface_hub import ModelCard
 from trl_repulse.cli.main import TRAINING, build_parser
 from trl_repulse.cli.main import main as command
 
+from ..conftest import load_script
+
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = ROOT / "examples" / "pipeline"
@@ -33,10 +34,7 @@ SMALL = {
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"pipeline_{name}", PIPELINE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(PIPELINE / f"{name}.py", f"pipeline_{name}")
 
 
 @pytest.fixture(scope="module")
@@ -231,14 +229,8 @@ def test_a_pipeline_that_is_killed_goes_on(configs, tmp_path):
     """In processes of its own; ended in the midst of SFT, whose processes end with it."""
     config = yaml.safe_load((configs / "1_sft.yaml").read_text())
     (configs / "1_sft.yaml").write_text(yaml.safe_dump(config | {"max_steps": 50}))
-    words = [
-        sys.executable,
-        str(PIPELINE / "run.py"),
-        "--configs",
-        str(configs),
-        "--output_dir",
-        str(tmp_path / "out"),
-    ]
+    words = [sys.executable, str(PIPELINE / "run.py"), "--configs", str(configs)]
+    words += ["--output_dir", str(tmp_path / "out")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process, until = subprocess.Popen(words, env=environment), time.monotonic() + 600
     try:

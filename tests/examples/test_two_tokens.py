@@ -13,6 +13,20 @@ from examples.worlds.exact import ExactEvaluator
 from examples.worlds.two_tokens import build, grammar
 
 
+def exact_evaluator(prompts, length):
+    """Of completions of the world's models; KL is that to its policy."""
+    tokenizer = AutoTokenizer.from_pretrained(two_tokens.policy_path())
+    return ExactEvaluator(
+        tokenizer,
+        prompts,
+        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
+        two_tokens.bad_token_ids(tokenizer),
+        length,
+        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
+        reference_model=AutoModelForCausalLM.from_pretrained(two_tokens.policy_path()),
+    )
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(two_tokens.policy_path())
@@ -29,17 +43,9 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def evaluator(tokenizer, policy, prompts):
+def evaluator(prompts):
     """Two of the four prompts, a person and a thing: the rewards of all take some seconds."""
-    return ExactEvaluator(
-        tokenizer,
-        prompts[:2],
-        AutoModelForSequenceClassification.from_pretrained(two_tokens.reward_model_path()),
-        two_tokens.bad_token_ids(tokenizer),
-        max_completion_length=2,
-        reward_tokenizer=AutoTokenizer.from_pretrained(two_tokens.reward_model_path()),
-        reference_model=policy,
-    )
+    return exact_evaluator(prompts[:2], 2)
 
 
 def test_size():
@@ -125,10 +131,8 @@ class TestBuild:
             if name.name in ("prompts.jsonl", "bad_words.json", "tokenizer.json"):
                 assert one[name].read_bytes() == shipped[name].read_bytes()
             if name.suffix == ".safetensors":
-                new, old = load_file(one[name]), load_file(shipped[name])
-                assert {key: value.shape for key, value in new.items()} == {
-                    key: value.shape for key, value in old.items()
-                }
+                new, old = (load_file(each[name]) for each in (one, shipped))
+                assert new.keys() == old.keys() and all(new[key].shape == old[key].shape for key in new)
 
     def test_drawn_completions_cover_the_grammar(self):
         """What the reward model is trained on: of up to two tokens, of the vocabulary, rude ones among them."""
