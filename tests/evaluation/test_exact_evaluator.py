@@ -49,13 +49,13 @@ def make_evaluator(length=2, **kwargs):
     return ExactEvaluator(make_tokenizer(), PROMPTS, letter_reward, BAD, length, **kwargs)
 
 
-def naive_completions(length):
+def naive_completions(length, ends=(1,)):
     """Every completion, from the definition: nothing follows an eos."""
     return [
         sequence
         for size in range(1, length + 1)
         for sequence in itertools.product(range(7), repeat=size)
-        if 1 not in sequence[:-1] and (size == length or sequence[-1] == 1)
+        if not {*ends} & {*sequence[:-1]} and (size == length or sequence[-1] in ends)
     ]
 
 
@@ -73,27 +73,16 @@ def naive_log_probs(model, prompt, completions):
 
 class TestEnumeration:
     @pytest.mark.parametrize("length", [1, 2, 3])
-    @pytest.mark.parametrize("batch_size", [5, 512])
-    def test_log_probs_equal_naive_scoring_and_sum_to_one(self, length, batch_size):
-        evaluator, policy = make_evaluator(length, batch_size=batch_size), make_policy(0)
+    @pytest.mark.parametrize("options", [{"batch_size": 5}, {}, {"eos_token_ids": [3, 1]}], ids=str)
+    def test_log_probs_equal_naive_scoring_and_sum_to_one(self, length, options):
+        evaluator, policy = make_evaluator(length, **options), make_policy(0)
         rows = [tuple(token for token in row if token >= 0) for row in evaluator.completion_ids.tolist()]
-        assert sorted(rows) == sorted(naive_completions(length))
+        assert sorted(rows) == sorted(naive_completions(length, options.get("eos_token_ids", [1])))
         log_probs = evaluator.log_probs(policy)
         assert log_probs.dtype == torch.float64
         torch.testing.assert_close(log_probs.exp().sum(dim=1), torch.ones(3).double(), atol=1e-6, rtol=0)
         for found, prompt in zip(log_probs.tolist(), PROMPTS, strict=True):
             assert found == pytest.approx(naive_log_probs(policy, prompt, rows), abs=1e-4)
-
-    @pytest.mark.parametrize("length", [1, 2, 3])
-    def test_several_tokens_end_a_completion(self, length):
-        evaluator, policy, ends = make_evaluator(length, eos_token_ids=[3, 1]), make_policy(0), {1, 3}
-        rows = [tuple(token for token in row if token >= 0) for row in evaluator.completion_ids.tolist()]
-        every = [row for size in range(1, length + 1) for row in itertools.product(range(7), repeat=size)]
-        ended = {row for row in every if not ends & {*row[:-1]} and (len(row) == length or row[-1] in ends)}
-        assert len(rows) == len(ended) and set(rows) == ended
-        log_probs = evaluator.log_probs(policy)
-        torch.testing.assert_close(log_probs.exp().sum(dim=1), torch.ones(3).double(), atol=1e-6, rtol=0)
-        assert log_probs[0].tolist() == pytest.approx(naive_log_probs(policy, PROMPTS[0], rows), abs=1e-4)
 
     def test_rewards_are_of_text_without_special_tokens(self):
         evaluator = make_evaluator(2)
