@@ -63,14 +63,8 @@ def free_port() -> int:
 
 def machine_options(machines: int) -> list[list[str]]:
     """Of each of several launchers, which meet at a free port of this machine."""
-    meeting = [
-        "--num_machines",
-        str(machines),
-        "--main_process_ip",
-        "127.0.0.1",
-        "--main_process_port",
-        str(free_port()),
-    ]
+    meeting = ["--num_machines", str(machines), "--main_process_ip", "127.0.0.1"]
+    meeting += ["--main_process_port", str(free_port())]
     return [[*meeting, "--machine_rank", str(rank)] for rank in range(machines)]
 
 

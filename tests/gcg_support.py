@@ -88,17 +88,9 @@ def build_sentencepiece_tokenizer(legacy, chat_template=LLAMA_TEMPLATE):
     )
 
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+INITIAL = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"max_position_embeddings": 128, **INITIAL}
 
 
 def build_model(architecture, vocab_size, seed=0):
@@ -107,10 +99,7 @@ def build_model(architecture, vocab_size, seed=0):
     sizes = SIZES | {"vocab_size": vocab_size}
     heads = sizes | {"num_key_value_heads": 1, "head_dim": 16}
     config = {
-        "gpt2": lambda: GPT2Config(
-            **{"vocab_size": vocab_size, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
-            **{"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-        ),
+        "gpt2": lambda: GPT2Config(**INITIAL, vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128),
         "llama": lambda: LlamaConfig(**sizes, num_key_value_heads=1),
         # Multiplies the embedding by the root of its width, in the model
         "gemma": lambda: GemmaConfig(**heads, hidden_activation="gelu_pytorch_tanh"),

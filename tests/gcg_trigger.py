@@ -104,14 +104,8 @@ ROWS = [{"goal": goal_text(goal), "target": TARGET} for goal in GOALS]
 
 
 def evaluation_config(**options):
-    settings = {
-        "num_steps": 5,
-        "search_width": 32,
-        "topk": 16,
-        "suffix_init": " x" * SUFFIX_LENGTH,
-        "num_samples": 5,
-        "max_new_tokens": 6,
-    }
+    settings = {"num_steps": 5, "search_width": 32, "topk": 16, "suffix_init": " x" * SUFFIX_LENGTH}
+    settings |= {"num_samples": 5, "max_new_tokens": 6}
     return GCGEvaluationConfig(**settings | options)
 
 

@@ -14,17 +14,8 @@ from .conftest import QUIET, build_model, build_tokenizer
 from .distributed_support import leave, start
 
 
-PROMPTS = [
-    "the cat",
-    "the dog ran the cat ate",
-    "fish",
-    "the fish sat bad",
-    "dog",
-    "the",
-    "cat sat",
-    "bad",
-    "ran fish",
-]
+PROMPTS = ["the cat", "the dog ran the cat ate", "fish", "the fish sat bad", "dog", "the"]
+PROMPTS += ["cat sat", "bad", "ran fish"]
 END, BAD, FISH = 1, 18, 17
 # Of row i of an evaluation; the last is bad, and the third has no reward
 POLICY = [[11 + i % 6, *([12] * (i % 4)), *([END] if i % 3 else [])][:4] for i in range(18)]

@@ -17,14 +17,8 @@ pytestmark = [pytest.mark.trainer, pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
 PAGES = "\n".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("metrics", "ppo_trainer"))
-SETTINGS = {
-    "beta": 0.1,
-    "bad_reward_threshold": -1.0,
-    "reward_transform": "exponential",
-    "reward_transform_alpha": 0.01,
-    "max_steps": 1,
-    "per_device_eval_batch_size": 16,
-}
+SETTINGS = {"beta": 0.1, "bad_reward_threshold": -1.0, "max_steps": 1, "per_device_eval_batch_size": 16}
+SETTINGS |= {"reward_transform": "exponential", "reward_transform_alpha": 0.01}
 
 # Of one model's samples
 SAMPLES = {

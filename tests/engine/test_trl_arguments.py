@@ -92,13 +92,8 @@ def test_evaluation_with_one_completion_a_prompt(make, prompts, trainer_cls, set
 
 def test_dropout_by_number_is_off_for_both_models(make, tokenizer, tmp_path):
     """OPT's layers keep a probability as a number, which TRL's helper leaves alone; at rate 0 the models stay equal."""
-    sizes = {
-        "hidden_size": 16,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config = OPTConfig(vocab_size=len(tokenizer), dropout=0.3, attention_dropout=0.3, **sizes)
     torch.manual_seed(0)

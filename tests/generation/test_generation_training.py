@@ -92,12 +92,8 @@ def test_with_the_same_draws_an_engine_changes_nothing(make, monkeypatch, tmp_pa
     monkeypatch.setattr(Drawing, "together", apart)
     if forgets:
         monkeypatch.setattr(_engine, "push_weights", lambda *args, **options: None)
-    settings = method | {
-        "model": "llama",
-        "max_steps": 6,
-        "max_completion_length": 4,
-        "extra": {"callbacks": [Start()]},
-    }
+    settings = {"model": "llama", "max_steps": 6, "max_completion_length": 4, "extra": {"callbacks": [Start()]}}
+    settings |= method
     plain = make(trainer_cls, output_dir=str(tmp_path / "plain"), **settings)
     plain.train()
     served = make(trainer_cls, output_dir=str(tmp_path / "served"), use_vllm=True, **settings)

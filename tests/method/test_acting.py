@@ -43,11 +43,8 @@ def policy_dir(tmp_path_factory):
 @pytest.fixture
 def build(make, policy_dir):
     def build(environment=shop.Shop, proposals=shop.Shop, reward=shop.reward, extra=None, data=None, **kwargs):
-        settings = {
-            "max_completion_length": shop.MAX_LENGTH,
-            "max_tool_calling_iterations": shop.MAX_CALLS,
-            "learning_rate": 1e-3,
-        }
+        settings = {"max_completion_length": shop.MAX_LENGTH, "learning_rate": 1e-3}
+        settings |= {"max_tool_calling_iterations": shop.MAX_CALLS}
         extra = {"environment_factory": environment, **(extra or {})}
         if kwargs.get("proposal_tools") and proposals is not None:
             extra["proposal_environment_factory"] = proposals

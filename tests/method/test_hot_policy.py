@@ -26,12 +26,8 @@ from ..trainers.test_variants import SETTINGS
 
 
 pytestmark = pytest.mark.trainer
-HOT = {
-    "proposal": "hot_policy",
-    "proposal_temperature": 2.0,
-    "bad_reward_threshold": -1.0,
-    "alpha_normalization": "none",
-}
+HOT = {"proposal": "hot_policy", "proposal_temperature": 2.0, "bad_reward_threshold": -1.0}
+HOT |= {"alpha_normalization": "none"}
 COEFFICIENTS = "negative_coefficients", "proposal_negative_coefficients"
 CUT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
 
@@ -291,12 +287,8 @@ def test_samples_are_drawn_at_the_temperature(make, tokenizer, model_dirs):
 # The choice of what draws hot samples
 
 
-CHOSEN = {
-    "proposal": "hot_policy",
-    "proposal_temperature": None,
-    "bad_reward_threshold": -1.0,
-    "potential": "indicator",
-}
+CHOSEN = {"proposal": "hot_policy", "proposal_temperature": None, "bad_reward_threshold": -1.0}
+CHOSEN |= {"potential": "indicator"}
 FIXED = {**CHOSEN, "learning_rate": 0.0, "alpha_normalization": "none"}
 
 
