@@ -3,14 +3,12 @@
 import contextlib
 import functools
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
@@ -33,7 +31,7 @@ from ..generation._probe import (
     shares_prompts,
 )
 from ..generation.drawing import padding_token, without_generation_defaults
-from ..models._adapters import AdapterView, base_of, takes, undisturbed
+from ..models._adapters import AdapterView, base_of, random_states_kept, takes, undisturbed
 from ..models._deepspeed import gathered_by_layer, is_partitioned
 from ..models._model_checks import vocab_size
 from .scoring import MASKED, Layout, backbone_of, longest_row
@@ -150,19 +148,6 @@ def first_batch(trainer: Any, policy: Any, use_cache: bool) -> tuple[torch.Tenso
     completions = drawn[:, prompts.size(1) :].unflatten(0, (-1, n))
     ended = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=device)).long()
     return tuple(x.cpu() for x in (prompts, mask, completions, (ended.cumsum(dim=2) == ended).long()))
-
-
-@contextlib.contextmanager
-def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Context after which the random states of Python, NumPy and torch, on the CPU and on a device, are what they were."""
-    states = random.getstate(), np.random.get_state()
-    device = device or torch.device("cpu")
-    try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 VALUE_MODEL = "value model"
@@ -346,7 +331,6 @@ def _why_not_shared(
     return None
 
 
-@torch.no_grad()
 def _head_fits(model: nn.Module, temperature: float) -> bool:
     """Whether TRL's fused head gives the log-probabilities of the model's own logits; warns where it does not."""
     ids = _tokens(model)

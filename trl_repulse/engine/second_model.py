@@ -16,7 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, is_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from transformers import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -270,8 +270,9 @@ class SecondModel:
                     slot = slot.setdefault(group, {})
                 slot[name] = value
             state = {"state": slots, "param_groups": contents["param_groups"]}
-            if self._uses_fsdp:
-                _fsdp.load_optimizer_state(self.module, self.optimizer, state)
+            if self._uses_fsdp:  # the same in all processes
+                options = StateDictOptions(full_state_dict=True)
+                set_optimizer_state_dict(self.module, self.optimizer, state, options=options)
             else:
                 self.optimizer.load_state_dict(state)
         self.scheduler.load_state_dict(contents["scheduler"])

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,6 @@ from ..models._loading import load_model, load_tokenizer
 from ..models._model_checks import check_reward_model, check_reward_tokens
 from ..rewards.functions import FunctionReward
 from ..rewards.remote import RemoteReward
-from .records import digest, hash_file
 
 
 logger = logging.get_logger(__name__)
@@ -64,13 +62,6 @@ def hash_model(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str:
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         hashed.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
-
-
-def hash_folder(folder: Path) -> str:
-    """SHA-256 of a model's folder: names and bytes of configuration and weights."""
-    kinds = ("config.json", "adapter_config.json", "*.safetensors", "*.bin")
-    paths = sorted(path for kind in kinds for path in folder.glob(kind))
-    return digest([[path.name, hash_file(path)] for path in paths])
 
 
 def check_dtype(name: str) -> None:

@@ -24,7 +24,7 @@ from transformers.utils import find_adapter_config_file
 from ..rewards.functions import FunctionReward
 from ..rewards.models import ModelReward
 from ..rewards.remote import RemoteReward
-from ._generation import hash_folder, hash_model
+from ._generation import hash_model
 from .records import digest, hash_file, plain_json
 
 
@@ -56,7 +56,9 @@ def identify_reward(reward: Any) -> dict[str, Any]:
         return identify_model(reward)
     if isinstance(reward, str):
         if Path(reward).is_dir():
-            return {"name": reward, "weights": hash_folder(Path(reward))}
+            kinds = ("config.json", "adapter_config.json", "*.safetensors", "*.bin")
+            paths = sorted(path for kind in kinds for path in Path(reward).glob(kind))
+            return {"name": reward, "weights": digest([[path.name, hash_file(path)] for path in paths])}
         with suppress(OSError):
             return {"name": reward, "revision": PretrainedConfig.get_config_dict(reward)[0].get("_commit_hash")}
         path = find_adapter_config_file(reward)  # an adapter has no `config.json`

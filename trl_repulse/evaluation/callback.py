@@ -21,10 +21,10 @@ from trl import GRPOTrainer, RLOOTrainer
 from ..data._checks import ALWAYS_PASSED, as_dataset, check_prompt_lengths
 from ..data._tables import columns_of, from_columns
 from ..data._texts import completion_texts
-from ..engine.preparation import random_states_kept
 from ..engine.trl_bridge import unwrapped_for_generation
 from ..generation._probe import probe
 from ..generation.completions import tokenize
+from ..models._adapters import random_states_kept
 from ._generation import Prompt, as_function, check_columns, evaluate_rewards, transformers_engine
 from .records import readable
 from .report import estimates

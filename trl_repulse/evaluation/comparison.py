@@ -103,7 +103,20 @@ def compare_samples(
     for one, other in combinations(samples, 2):
         _check_pair(one, other)
     prompts = min(len(each.prompts) for each in samples)
-    return [_compare(first, other, prompts, thresholds, confidence) for other in others]
+    comparisons = []
+    for other in others:
+        columns, of_other = _columns(first, other, thresholds), _columns(other, first, thresholds)
+        names = [name for name in columns if name in of_other]
+        bonferroni = 1 - (1 - confidence) / len(names)
+        differences = {}
+        for name in names:
+            a, b = columns[name][:prompts], of_other[name][:prompts]
+            low, high = paired_interval(a, b, bonferroni)
+            ends = paired_interval(a, b, confidence)
+            differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
+        folders = str(first.folder), str(other.folder)
+        comparisons.append(Comparison(folders, prompts, confidence, differences))
+    return comparisons
 
 
 def _check_pair(one: SampleSet, other: SampleSet) -> None:
@@ -140,22 +153,6 @@ def _columns(samples: SampleSet, other: SampleSet, thresholds: Sequence[float]) 
     if "ended" in names:
         columns[COMPLETED] = samples.table["ended"].to_numpy().reshape(rewards.shape)
     return columns
-
-
-def _compare(
-    one: SampleSet, other: SampleSet, prompts: int, thresholds: Sequence[float], confidence: float
-) -> Comparison:
-    """Differences of `other` from `one`, of their first prompts."""
-    first, second = _columns(one, other, thresholds), _columns(other, one, thresholds)
-    names = [name for name in first if name in second]
-    bonferroni = 1 - (1 - confidence) / len(names)
-    differences = {}
-    for name in names:
-        a, b = first[name][:prompts], second[name][:prompts]
-        low, high = paired_interval(a, b, bonferroni)
-        ends = paired_interval(a, b, confidence)
-        differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
-    return Comparison((str(one.folder), str(other.folder)), prompts, confidence, differences)
 
 
 def paired_interval(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:

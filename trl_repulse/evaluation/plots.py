@@ -61,8 +61,20 @@ def draw_panels(panels: Sequence[Panel]) -> tuple[Figure, list[Axes]]:
     axes = list(figure.subplots(rows, columns, squeeze=False).flatten())
     for ax in axes[len(panels) :]:
         ax.remove()
-    for ax, panel in zip(axes, panels, strict=False):
-        _draw_models(ax, *panel)
+    for ax, (title, unit, axis, series) in zip(axes, panels, strict=False):
+        # Logarithmic where all that is shown is above 0
+        if title in _LOGARITHMIC and any(value > 0 for points in series.values() for _, value in points):
+            ax.set_yscale("log", nonpositive="mask")
+        for model, points in series.items():
+            label, colour, style = MODELS[model]
+            ax.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
+            ax.plot(*points[-1], "o", color=colour, markersize=4.5)
+        ax.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        ax.margins(x=0.02, y=0.08)
+        ax.set_xlim(left=0)
+        _tidy(ax, axis, unit)
     return figure, axes[: len(panels)]
 
 
@@ -82,22 +94,6 @@ def logged_panels(logs: Sequence[dict[str, Any]], metrics: _Metrics = _LOGGED) -
         if series:
             panels.append((title, unit, "policy updates", series))
     return panels
-
-
-def _draw_models(panel: Axes, title: str, unit: str, axis: str, series: dict[str, list[tuple[float, float]]]) -> None:
-    """Draws one metric: a line for each model, on a logarithmic axis where all that is shown is above 0."""
-    if title in _LOGARITHMIC and any(value > 0 for points in series.values() for _, value in points):
-        panel.set_yscale("log", nonpositive="mask")
-    for model, points in series.items():
-        label, colour, style = MODELS[model]
-        panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, linewidth=2.0, label=label)
-        panel.plot(*points[-1], "o", color=colour, markersize=4.5)
-    panel.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
-    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    panel.margins(x=0.02, y=0.08)
-    panel.set_xlim(left=0)
-    _tidy(panel, axis, unit)
 
 
 def plot_comparison(comparisons: Sequence[Comparison], path: str | Path) -> None:

@@ -137,8 +137,7 @@ def tail_influence(rewards: np.ndarray, level: float) -> np.ndarray:
     """q − (q − r)₊ / level, of the rewards' shape: its mean is the sample's CVaR, and its spread that of the estimate to first order."""
     rank = max(math.ceil(level * rewards.size - 1e-9), 1)
     q = np.partition(rewards, rank - 1, axis=None)[rank - 1]
-    influence: np.ndarray = q - np.maximum(q - rewards, 0.0) / level
-    return influence
+    return q - np.maximum(q - rewards, 0.0) / level
 
 
 def skewed_interval(values: np.ndarray, confidence: float) -> tuple[float, float]:

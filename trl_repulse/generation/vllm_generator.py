@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import random
 import shutil
 import tempfile
 import weakref
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
@@ -21,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._trl import VLLMGeneration
 from ..data._prompts import check_conversations
+from ..models._adapters import random_states_kept
 from . import _engine
 from .completions import Completion, check_one_family, group_completions, tokenize
 from .drawing import POLICY, Sampler, end_tokens
@@ -369,10 +368,8 @@ def _build_engine(
     adapters = [config for model in models.values() if is_peft_model(model) for config in model.peft_config.values()]
     first = next(iter(models.values()))
     # vLLM seeds all generators with the number of the engine's group; the caller's seed is what it is to draw by
-    seed, states = torch.initial_seed(), (random.getstate(), np.random.get_state())
-    with _engine.engine_options(str(first.dtype).removeprefix("torch."), adapters, prefix=""):
+    seed, dtype = torch.initial_seed(), str(first.dtype).removeprefix("torch.")
+    with random_states_kept(), _engine.engine_options(dtype, adapters, prefix=""):
         engine = VLLMGeneration(first, accelerator, tokenizer, **options)
-    random.setstate(states[0])
-    np.random.set_state(states[1])
     torch.manual_seed((seed + accelerator.process_index // engine.tensor_parallel_size) % 2**63)
     return engine

@@ -82,7 +82,7 @@ class LearnedProposal(ExtraSamplesTerm):
 
     def score(self, units: Units, scores: SetScores, shape: Shape) -> SetScores:
         """As [`NegativeTerm.score`]: log-probabilities under the proposal, with gradient where it learns now."""
-        learns = self._learns_from(shape)
+        learns = shape.training and self._updates_first
         if not learns and units.extra_samples.drawn_log_p is not None:
             return super().score(units, scores, shape)
         with self.proposal.gradient_sync(not learns or self.services.accelerator.sync_gradients):
@@ -150,10 +150,6 @@ class LearnedProposal(ExtraSamplesTerm):
         return units
 
     # Learn
-
-    def _learns_from(self, shape: Shape) -> bool:
-        """Whether the proposal learns in the policy's pass."""
-        return shape.training and self._updates_first
 
     def learn(self, units: Units, scores: SetScores, shape: Shape) -> None:
         """As [`NegativeTerm.learn`]. With `proposal_update_order="after"`, keeps the samples for the update after the policy's."""

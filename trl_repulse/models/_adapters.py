@@ -8,11 +8,13 @@ bridges pin it. PEFT is imported only where it is used.
 
 import contextlib
 import inspect
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
@@ -62,6 +64,19 @@ def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices, device_type=device.type), in_mode(model, training), eager:
         yield
+
+
+@contextlib.contextmanager
+def random_states_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Context after which the random states of Python, NumPy and torch, on the CPU and on a device, are what they were."""
+    states = random.getstate(), np.random.get_state()
+    device = device or torch.device("cpu")
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def adapter_config(model: Any) -> "PeftConfig | None":

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -83,8 +82,3 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """The whole `state` and `param_groups` by parameter name in the first process; empty in the others."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return {"state": {}, "param_groups": []} | get_optimizer_state_dict(module, optimizer, options=options)
-
-
-def load_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads the state of [`optimizer_state`], which must be the same in all processes."""
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(full_state_dict=True))
