@@ -1,5 +1,4 @@
-"""
-Every name of TRL and transformers that they do not promise to keep: all modules take such names from here.
+"""Every name of TRL and transformers that they do not promise to keep: all modules take such names from here.
 
 `HOOKS` says what each must look like. It is compared with the installed packages when a trainer is built, and by tests. What trainers do
 with the names is in `engine/trl_bridge.py`, what they rely on in vLLM in `generation/_engine.py`, and in PEFT in `models/_adapters.py`.

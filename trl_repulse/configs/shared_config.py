@@ -21,10 +21,8 @@ def option(default: Any, help: str) -> Any:
 
 
 def documented(cls: type) -> type:
-    """
-    Class decorator above `dataclass`. The fields that the class declares get their command-line help from its docstring: an entry is a
-    line `name (type):`, indented by four spaces, with its text below, indented by eight. Others are skipped.
-    """
+    """Class decorator above `dataclass`. The fields that the class declares get their command-line help from its docstring: an entry is a
+    line `name (type):`, indented by four spaces, with its text below, indented by eight. Others are skipped."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     for name, text in re.findall(r"^    (\w+) \(.+\):\n((?:        .*\n?)+)", doc, re.MULTILINE):
         if name in inspect.get_annotations(cls):

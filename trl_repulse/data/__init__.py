@@ -1,5 +1,4 @@
-"""
-Prompts and other tables that users write, and what is refused of them.
+"""Prompts and other tables that users write, and what is refused of them.
 
 Names are imported on first use, so that checks of configurations need no `datasets`.
 """

@@ -1,5 +1,4 @@
-"""
-The embedded world: a tiny policy, a tiny reward model and prompts, which ship with the package.
+"""The embedded world: a tiny policy, a tiny reward model and prompts, which ship with the package.
 
 A customer speaks, and a clerk answers in one sentence. The policy is a GPT-2 of 2 layers and width 96 that was trained on such
 sentences; about one answer in a hundred is rude. The reward model was trained to tell polite answers from rude ones. There are

@@ -38,10 +38,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Moments:
-    """
-    Count, mean, sum of squared deviations, minimum and maximum of values; mean and extremes of none are NaN. The sum of two is that of all
-    their values.
-    """
+    """Count, mean, sum of squared deviations, minimum and maximum of values; mean and extremes of none are NaN. The sum of two is that of all
+    their values."""
 
     count: float = 0.0
     mean: float = math.nan
@@ -111,10 +109,8 @@ class Pooled(float):
 
 
 class ShareUnder(Pooled):
-    """
-    Share of a batch's `rewards` (B_all,), without NaN, under a threshold. The threshold is read when the metric is logged, since it may be
-    measured in between; the metric is NaN if it is `None`.
-    """
+    """Share of a batch's `rewards` (B_all,), without NaN, under a threshold. The threshold is read when the metric is logged, since it may be
+    measured in between; the metric is NaN if it is `None`."""
 
     _rewards: torch.Tensor
     _threshold: Callable[[], float | None]

@@ -64,10 +64,8 @@ _IGNORED_ADAPTER_FIELDS = """
 
 
 class ResumedSampler(Sampler[int]):
-    """
-    TRL's `RepeatSampler`, in the order of the epoch whose number `epoch` gives. TRL's (1.16) draws each epoch's order from one generator: a resumed
-    run would repeat the first.
-    """
+    """TRL's `RepeatSampler`, in the order of the epoch whose number `epoch` gives. TRL's (1.16) draws each epoch's order from one generator: a resumed
+    run would repeat the first."""
 
     def __init__(self, sampler: Any, epoch: Callable[[], int]):
         self._sampler = sampler

@@ -176,10 +176,8 @@ class BySampler:
 
 
 class _FusedHead:
-    """
-    TRL's fused head as another sampler has it, for hidden states that are already computed. TRL (1.16) adds a head with one fixed
-    temperature; this object takes the model's place for a second. Way out: `temperature` and `bias` on the fused head's forward.
-    """
+    """TRL's fused head as another sampler has it, for hidden states that are already computed. TRL (1.16) adds a head with one fixed
+    temperature; this object takes the model's place for a second. Way out: `temperature` and `bias` on the fused head's forward."""
 
     def __init__(self, model: PreTrainedModel, sampler: Sampler, cast_lm_head_to_fp32: bool):
         self.config: PreTrainedConfig = model.config

@@ -311,10 +311,8 @@ def prepare_second_models(trainer: Any, num_training_steps: int, checkpoint: Pat
 
 
 class Adapter(AdapterView):
-    """
-    One adapter of a PEFT model, as a model: passes run with this adapter, and parameters, saving and loading are of its weights alone.
-    Everything else is the PEFT model's. `weights` are its parameters by their names in `model`.
-    """
+    """One adapter of a PEFT model, as a model: passes run with this adapter, and parameters, saving and loading are of its weights alone.
+    Everything else is the PEFT model's. `weights` are its parameters by their names in `model`."""
 
     def __init__(self, model: "PeftModel", name: str, weights: dict[str, nn.Parameter]):
         super().__init__(model, adapter_layers(model), name)

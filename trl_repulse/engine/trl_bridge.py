@@ -40,10 +40,8 @@ def use_reference(model: Any) -> Iterator[None]:
 def logged_apart(
     tables: dict[str, dict[str, list[Any]]], mode: str, joined: Callable[[str, Any], tuple[str, Any]]
 ) -> Iterator[dict[str, list[Any]]]:
-    """
-    Context in which TRL logs to a new table, which it gives. Afterwards `joined` gives the name and value with which each entry is added
-    to the others; the running total of tokens, which is no mean, is kept as it is.
-    """
+    """Context in which TRL logs to a new table, which it gives. Afterwards `joined` gives the name and value with which each entry is added
+    to the others; the running total of tokens, which is no mean, is kept as it is."""
     metrics = tables[mode]
     inner: dict[str, list[Any]] = defaultdict(list)
     tables[mode] = inner

@@ -1,5 +1,4 @@
-"""
-Descriptions of models, rewards and judges in the headers of samples and of attack results.
+"""Descriptions of models, rewards and judges in the headers of samples and of attack results.
 
 A description is a JSON value that changes whenever scores may change. It holds no secret, no server address, and nothing
 that only affects speed.

@@ -1,5 +1,4 @@
-"""
-Attack success of simple attacks on a model: prompts as they are, jailbreak templates, prefilled answers, and augmented prompts.
+"""Attack success of simple attacks on a model: prompts as they are, jailbreak templates, prefilled answers, and augmented prompts.
 
 Axis letters: P behaviours, N attempts at each.
 """

@@ -1,5 +1,4 @@
-"""
-Errors of a judge, from completions that people have labelled: its sensitivity and specificity, and P(truly bad).
+"""Errors of a judge, from completions that people have labelled: its sensitivity and specificity, and P(truly bad).
 
 Axis letters: P prompts, N completions of each, D draws of a confidence distribution.
 

@@ -1,5 +1,4 @@
-"""
-Completions that people label to audit a judge: drawn from stored samples into a CSV file, and read back.
+"""Completions that people label to audit a judge: drawn from stored samples into a CSV file, and read back.
 
 Axis letters: P prompts, N completions of each.
 """

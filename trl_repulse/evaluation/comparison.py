@@ -1,5 +1,4 @@
-"""
-Differences between sets of held-out samples on the same prompts.
+"""Differences between sets of held-out samples on the same prompts.
 
 Axis letters: P prompts, N completions of each (the sets may differ in N).
 """

@@ -1,5 +1,4 @@
-"""
-Tails of rewards in [Inspect](https://inspect.aisi.org.uk): a scorer, metrics with intervals, a task, logs read as samples, and samples
+"""Tails of rewards in [Inspect](https://inspect.aisi.org.uk): a scorer, metrics with intervals, a task, logs read as samples, and samples
 written as logs for its viewer.
 
 Needs `pip install trl-repulse[inspect]`. Inspect finds the names here by itself, as `trl_repulse/tail` and so on.

@@ -1,5 +1,4 @@
-"""
-Tails of rewards in the [LM Evaluation Harness](https://github.com/EleutherAI/lm-evaluation-harness): a task.
+"""Tails of rewards in the [LM Evaluation Harness](https://github.com/EleutherAI/lm-evaluation-harness): a task.
 
 Needs `pip install trl-repulse[lm-eval]`.
 """

@@ -1,5 +1,4 @@
-"""
-Log-probabilities of completions under a language model.
+"""Log-probabilities of completions under a language model.
 
 Legend: B completions, L tokens of the longest prompt, T tokens of the longest completion, V vocabulary.
 """

@@ -1,5 +1,4 @@
-"""
-Held-out sampling: draws, rewards and scores completions, and writes them to a folder.
+"""Held-out sampling: draws, rewards and scores completions, and writes them to a folder.
 
 Legend: P prompts, N completions per prompt, F reward functions.
 """

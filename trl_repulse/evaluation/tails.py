@@ -1,5 +1,4 @@
-"""
-Estimates of the lower tail of a reward, with intervals, and intervals over training seeds and prompts.
+"""Estimates of the lower tail of a reward, with intervals, and intervals over training seeds and prompts.
 
 Legend: P prompts, N completions per prompt, n = P·N samples, S seeds (training runs).
 

@@ -1,5 +1,4 @@
-"""
-Checks whether a model's padded and cached passes agree with its unpadded, full passes.
+"""Checks whether a model's padded and cached passes agree with its unpadded, full passes.
 
 Not every architecture predicts the same behind masked padding or with a cache: a state may read the padding, a cache
 may mix rows. Whatever samples or scores calls [`probe`] once, at set-up.

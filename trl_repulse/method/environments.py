@@ -109,10 +109,8 @@ class ProposalWorld:
 
     @contextlib.contextmanager
     def acting(self, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """
-        Context in which the trainer's hooks for generation and rewards use these environments, reset for each row. It gives the rows, one
-        a completion, with the first observations in their prompts.
-        """
+        """Context in which the trainer's hooks for generation and rewards use these environments, reset for each row. It gives the rows, one
+        a completion, with the first observations in their prompts."""
         trainer: Any = self._trainer
         before = {name: value for name, value in vars(trainer).items() if name in _BATCH_ATTRIBUTES}
         try:

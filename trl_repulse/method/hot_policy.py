@@ -89,10 +89,8 @@ class HotPolicy(ExtraSamplesTerm):
         return is_below(rewards, -math.inf if threshold is None else threshold) | rewards.isnan()
 
     def wanted(self, units: Units) -> Wanted:
-        """
-        As [`NegativeTerm.wanted`]. Until samples are weighed, the extra samples that may be bad, and all bad samples under the sampler
-        too: no others have a weight.
-        """
+        """As [`NegativeTerm.wanted`]. Until samples are weighed, the extra samples that may be bad, and all bad samples under the sampler
+        too: no others have a weight."""
         extra = units.extra_samples
         if extra.coefficients is not None:
             return super().wanted(units)
@@ -219,11 +217,9 @@ class SamplerChoice:
             self.samplers[-len(TILTS) :] = [Sampler(bias=bias.to(device)) for bias in biases]
 
     def gain(self) -> float | None:
-        """
-        How much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2 of
+        """How much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2 of
         each, weighed by their mixture m. From bad samples with importance weights w: Σw / Σw·(p / m). It is 1 if extra samples were worth
-        as much as more of the policy's own, 0.5 if they were useless, and `None` if nothing bad was found.
-        """
+        as much as more of the policy's own, 0.5 if they were useless, and `None` if nothing bad was found."""
         if not self._finds:
             return None
         weight, ratio = np.array(self._finds).T
@@ -260,11 +256,9 @@ class SamplerChoice:
         self.effects.sums += accelerator.reduce(new_sums, "sum").cpu().double()
 
     def keep_finds(self, log_p: torch.Tensor, log_q: torch.Tensor, log_w: torch.Tensor) -> None:
-        """
-        Keeps bad samples for [`gain`]. `log_p` and `log_q` (P, N + K) are log-probabilities (nats) of samples under the policy and the
+        """Keeps bad samples for [`gain`]. `log_p` and `log_q` (P, N + K) are log-probabilities (nats) of samples under the policy and the
         sampler, and `log_w` (P, N + K) log-weights without the potential, −inf for samples that are not bad. They count from the next
-        [`choose`].
-        """
+        [`choose`]."""
         is_find = log_w > -torch.inf
         ratio = 2 * torch.sigmoid(log_p[is_find] - log_q[is_find])  # p / m, where m = (p + q) / 2
         self._new += torch.stack([log_w[is_find].exp(), ratio], dim=1).tolist()

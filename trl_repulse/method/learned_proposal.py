@@ -244,11 +244,9 @@ class LearnedProposal(ExtraSamplesTerm):
         return self.services.by_unit(coefficients, extra.rewards)
 
     def _loss(self, units: Units, log_q_now: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
-        """
-        The proposal's loss on one micro-batch, a mean over its samples. `log_q_now` and `log_p` (U, m, T) are log-probabilities (nats)
+        """The proposal's loss on one micro-batch, a mean over its samples. `log_q_now` and `log_p` (U, m, T) are log-probabilities (nats)
         under the proposal, with gradient, and under the policy: as it was at sampling time or, in [`update`], as it is now. DPG uses
-        neither; it reads the whole vocabulary under both models.
-        """
+        neither; it reads the whole vocabulary under both models."""
         args, extra = self.args, units.extra_samples
         weights, contrast = extra.weights, extra.contrast
         assert weights is not None and contrast is not None

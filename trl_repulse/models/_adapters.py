@@ -1,5 +1,4 @@
-"""
-Models with PEFT's wrapper and without, contexts for passes that change nothing, and all dependence on how PEFT and
+"""Models with PEFT's wrapper and without, contexts for passes that change nothing, and all dependence on how PEFT and
 transformers switch, freeze and load adapters.
 
 The latter state what they rely on and what would make them unnecessary, as in `engine/trl_bridge.py`; tests of both

@@ -1,5 +1,4 @@
-"""
-Rewards from models, servers and files, and reward transforms.
+"""Rewards from models, servers and files, and reward transforms.
 
 Names are imported on first use, so that `trl_repulse.math.objective` needs torch alone.
 """

@@ -1,5 +1,4 @@
-"""
-Rewards from sequence classifiers of question and answer, of a conversation, or of a whole text.
+"""Rewards from sequence classifiers of question and answer, of a conversation, or of a whole text.
 
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels.
 """

@@ -1,5 +1,4 @@
-"""
-Rewards from language models that answer with a verdict: log-odds of "safe" against "unsafe".
+"""Rewards from language models that answer with a verdict: log-odds of "safe" against "unsafe".
 
 Axis letters: B conversations of a batch, S tokens of the longest of them, V vocabulary. A lead is white space that the
 model may write between the template and its verdict; L tokens of one.

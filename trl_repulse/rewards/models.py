@@ -1,5 +1,4 @@
-"""
-Base of the rewards from local models: loading, chat template, batches, padding, device, and the check of results.
+"""Base of the rewards from local models: loading, chat template, batches, padding, device, and the check of results.
 
 Axis letters: B texts of a batch, S tokens of the longest of them, K labels, V vocabulary.
 """

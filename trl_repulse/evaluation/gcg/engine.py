@@ -1,5 +1,4 @@
-"""
-The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1; then the losses of suffixes and
+"""The attack: greedy coordinate gradient (GCG), Zou et al. 2023, arXiv 2307.15043, algorithm 1; then the losses of suffixes and
 their gradient, which reuse keys and values where the model's cache allows it.
 
 Axis letters: S tokens of the suffix, A after it, T of the target; B candidates, K best tokens at a position, V vocabulary,

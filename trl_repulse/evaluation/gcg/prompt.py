@@ -1,5 +1,4 @@
-"""
-An attacked prompt as tokens: what comes before and after the suffix, the target, and the tokens a suffix may contain.
+"""An attacked prompt as tokens: what comes before and after the suffix, the target, and the tokens a suffix may contain.
 
 Axis letters: P tokens before the suffix, S of the suffix, A after it, T of the target; B suffixes, V vocabulary.
 """

@@ -1,5 +1,4 @@
-"""
-Results of attacks, and their success rates and tails at given thresholds. Needs no model and no torch.
+"""Results of attacks, and their success rates and tails at given thresholds. Needs no model and no torch.
 
 The folder has a `header.json`, as that of samples ([`trl_repulse.evaluation.records`]), and a file a target, `target-00001.json`, which is
 written as a whole.

@@ -1,5 +1,4 @@
-"""
-What draws completions of a policy: the policy, proposals, and the policy changed in ways whose density is known.
+"""What draws completions of a policy: the policy, proposals, and the policy changed in ways whose density is known.
 
 Axis letters: B rows, T completion tokens, V vocabulary.
 """

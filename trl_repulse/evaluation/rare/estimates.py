@@ -1,5 +1,4 @@
-"""
-P(bad) and CVaR of a policy from a [`~trl_repulse.evaluation.rare.mixture.MixtureSample`], with intervals, and when not to trust them.
+"""P(bad) and CVaR of a policy from a [`~trl_repulse.evaluation.rare.mixture.MixtureSample`], with intervals, and when not to trust them.
 
 Axis letters: P prompts, N completions per prompt, K components.
 """

@@ -1,5 +1,4 @@
-"""
-Samples of a policy and its proposals, pooled into one mixture, and their importance weights.
+"""Samples of a policy and its proposals, pooled into one mixture, and their importance weights.
 
 Axis letters: P prompts, N completions per prompt, K components: the policy first, then the proposals. Log-probabilities
 are of whole completions, in nats, in float64.

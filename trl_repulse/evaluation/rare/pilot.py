@@ -1,5 +1,4 @@
-"""
-Draws from a mixture whose components a pilot chose, and says how many completions each drew.
+"""Draws from a mixture whose components a pilot chose, and says how many completions each drew.
 
 Axis letters: P prompts, N completions per prompt, K components, V vocabulary.
 

@@ -1,5 +1,4 @@
-"""
-Draws completions from a policy and its proposals, and scores each under all of them.
+"""Draws completions from a policy and its proposals, and scores each under all of them.
 
 Axis letters: P prompts, N completions per prompt, K components, B sequences of one pass, T completion tokens, V vocabulary, I inverse
 temperatures.
