@@ -649,12 +649,7 @@ class Scoring:
         return max(count for count in range(1, min(run, most) + 1) if run % count == 0)
 
     def in_passes(
-        self,
-        score: Callable[..., Parts],
-        layout: Layout,
-        units: int,
-        size: int,
-        *rows: torch.Tensor,
+        self, score: Callable[..., Parts], layout: Layout, units: int, size: int, *rows: torch.Tensor
     ) -> Parts:
         """
         Calls `score` on rows (R, ...) in several passes without gradient, and joins the results.
@@ -704,11 +699,7 @@ class Scoring:
         return self.in_passes(of_rows, layout, len(input_ids) // n, size, *rows)
 
     def by_length(
-        self,
-        score: Callable[..., Parts],
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        *more: torch.Tensor,
+        self, score: Callable[..., Parts], input_ids: torch.Tensor, attention_mask: torch.Tensor, *more: torch.Tensor
     ) -> Parts:
         """Calls `score` on rows (B, L + T), their mask, and further tensors of rows: in one pass, or in one for each prompt length if a
         model reads padding. Raises a `ValueError` if there are several lengths then, and several processes."""

@@ -111,10 +111,7 @@ def share_draws(strata: np.ndarray, rng: np.random.Generator) -> list[Confidence
 
 
 def meld(
-    shares: list[float],
-    first: list[ConfidenceDraws],
-    counts: list[tuple[int, int]],
-    confidence: float,
+    shares: list[float], first: list[ConfidenceDraws], counts: list[tuple[int, int]], confidence: float
 ) -> tuple[list[tuple[float, float, float]], list[float]]:
     """
     Value and ends of P(truly bad), P(bad by the judge and truly bad), sensitivity and specificity.

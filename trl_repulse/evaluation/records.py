@@ -1,8 +1,9 @@
-"""Atomic writing of files, and the folder of held-out samples, of which a kill costs one shard at most.
+"""
+Atomic writing of files, and the folder of held-out samples, of which a kill costs one shard at most.
 
-header.json            what the samples depend on: models, prompts, rewards, settings, versions, and a hash of it all
-shard-00000.parquet    rows, in order
-complete.json          written last: rows and SHA-256 of every shard
+    header.json            what the samples depend on: models, prompts, rewards, settings, versions, and a hash of it all
+    shard-00000.parquet    rows, in order
+    complete.json          written last: rows and SHA-256 of every shard
 """
 
 import hashlib

@@ -21,11 +21,7 @@ def _alone(totals: torch.Tensor) -> torch.Tensor:
 
 
 def generalized_advantages(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    gamma: float = 1.0,
-    gae_lambda: float = 0.95,
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, gae_lambda: float = 0.95
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Generalized advantage estimation ([Schulman et al., 2016](https://huggingface.co/papers/1506.02438)).

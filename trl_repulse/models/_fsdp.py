@@ -9,11 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, is_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ._adapters import AdapterView

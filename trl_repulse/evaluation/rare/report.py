@@ -20,10 +20,7 @@ VERDICTS = {"reliable": "reliable", "bounds": "bounds only", "unreliable": "UNRE
 
 
 def rare_event_report(
-    sample: MixtureSample,
-    thresholds: Sequence[float] = (),
-    levels: Sequence[float] = (),
-    confidence: float = 0.95,
+    sample: MixtureSample, thresholds: Sequence[float] = (), levels: Sequence[float] = (), confidence: float = 0.95
 ) -> dict[str, Any]:
     """
     P(r < η) at each threshold η, in units of reward, and CVaR at each level, in (0, 1), overall and prompt by prompt. Raises as [`prob_bad`]
