@@ -19,8 +19,7 @@ _OF_SECOND_MODEL = """
     hub_proposal_model_id proposal_vllm_server_base_url proposal_vllm_group_port
 """.split()
 _TRUE = ("1", "on", "true", "yes")
-# Trackers that can upload whole checkpoints or `output_dir` (transformers 5.23): the environment variable, its default, and
-# the values that turn it on.
+# Trackers that can upload checkpoints or `output_dir` (transformers 5.23): environment variable, its default, values that turn it on
 _CHECKPOINT_UPLOADS = (
     ("clearml", "CLEARML_LOG_MODEL", "true", _TRUE),
     ("comet_ml", "COMET_LOG_ASSETS", "false", _TRUE),
@@ -89,12 +88,8 @@ def check_choices(args: Any) -> None:
 
 @contextlib.contextmanager
 def own_precision(args: Any) -> Iterator[None]:
-    """
-    Context in which TRL fills in a configuration, so that only its `bf16` and `fp16` decide the precision.
-
-    With both False, TrainingArguments (transformers 5.23) would take the launcher's precision without saying so. Warns
-    if the launcher's is another.
-    """
+    """Context in which TRL fills in a configuration, so that only its `bf16` and `fp16` decide the precision: with both False,
+    TrainingArguments (transformers 5.23) would take the launcher's without saying so. Warns if the launcher's is another."""
     from accelerate.logging import get_logger  # imports torch
     from accelerate.utils import patch_environment
 

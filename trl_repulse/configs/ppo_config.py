@@ -10,12 +10,8 @@ from .shared_config import SharedConfig, documented, option
 
 
 class _Single(int):
-    """
-    The number 1, passing TRL's check for at least two generations a prompt.
-
-    `GRPOConfig.__post_init__` (TRL 1.16) refuses `num_generations < 2`, which GRPO compares and PPO does not; its
-    trainer runs with 1. Way out: a class attribute for the minimum in TRL.
-    """
+    """The number 1, passing the check of `GRPOConfig` (TRL 1.16) for two generations a prompt, which GRPO compares and PPO does not; its
+    trainer runs with 1. Way out: a class attribute for the minimum in TRL."""
 
     def __lt__(self, other: int) -> bool:
         return False

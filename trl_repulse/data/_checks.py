@@ -80,8 +80,7 @@ def check_column_names(columns: Iterable[str], name: str) -> None:
 
 
 def check_rows(rows: Sequence[Mapping[str, Any]], features: Mapping[str, Any] | None = None) -> None:
-    """Refuses rows of a batch without a prompt, or with a prompt that is neither text nor messages; `features` are the
-    data set's column types, if known."""
+    """Refuses rows of a batch without a prompt of text or messages; `features` are the data set's column types, if known."""
     for row in rows:
         if not isinstance(row, Mapping):
             raise ValueError(f"The data set's rows are of the class {type(row).__name__}; pass {_PLAIN_ROWS}.")
@@ -107,8 +106,7 @@ class CheckedRows:
 
 
 def as_dataset(prompts: Dataset | Sequence[Any]) -> Dataset:
-    """A data set of prompts. Refuses a single text, rows of a data set, what is neither text nor messages, and what [`check_dataset`]
-    refuses."""
+    """A data set of prompts. Refuses a single text, rows of a data set, what is no prompt, and what [`check_dataset`] refuses."""
     if isinstance(prompts, str | Path):
         raise ValueError(f"`prompts` is the text {str(prompts)[:60]!r}; pass a list, or `load_prompts` of a file.")
     if hasattr(prompts, "columns"):
@@ -144,8 +142,7 @@ def check_datasets(
     eval_dataset: Dataset | IterableDataset | dict[str, Any] | None,
     prompts_per_batch: int,
 ) -> None:
-    """Checks the type, columns and prompts of a trainer's data sets, and the size of the training set;
-    `prompts_per_batch` is that of one generation batch over all processes."""
+    """Checks a trainer's data sets, and the size of the training set; `prompts_per_batch` is of one generation batch over all processes."""
     datasets = by_name(train_dataset, eval_dataset)
     for name, dataset in datasets.items():
         check_dataset(dataset, name)

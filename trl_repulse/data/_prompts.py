@@ -59,8 +59,7 @@ def check_conversations(prompts: Iterable[Any], name: str, stored: bool = False)
 
 
 def prompt_fault(prompt: Any) -> str | None:
-    """The end of a sentence about what makes a prompt unusable, with the remedy; `None` for text and for messages that
-    the assistant can answer."""
+    """The end of a sentence about what makes a prompt unusable, with the remedy; `None` for text and messages that can be answered."""
     fault = messages_fault(prompt)
     if fault is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         return (

@@ -186,8 +186,7 @@ WARM_UP = 0.25  # share of the updates in which a proposal may still be far from
 DISTANCE = 0.5  # standard deviations of the reward at the start; a proposal that works is farther below the policy
 WAY_BACK = 0.5  # of the largest distance between both rewards: noise does not take a proposal half way back
 FALL = 0.5  # standard deviations of the reward at the start; means of 20 batches hardly vary by a tenth of one
-# Standard errors of a mean over these updates: the largest of many means and the last differ by 3, and few prompts an update
-# make much noise
+# Standard errors of a mean over these updates: the largest of many and the last differ by 3, and few prompts an update make noise
 NOISE = 6.0
 PLATEAU = 0.1  # standard deviations of the reward at the start; less is no gain, but noise
 # Times; the KL of sound runs in the embedded world rose by 1.7 times at most once the reward had stopped growing

@@ -633,8 +633,7 @@ def build_value_model(
 
 
 def _load_token_classifier(path: Any, init_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model. `init_kwargs` are
-    arguments of `from_pretrained`."""
+    """A token classifier from a path or id of a token classifier, a sequence classifier or a causal language model."""
     if (quantization_config := init_kwargs.get("quantization_config")) is not None:  # a new head must not be quantized
         quantization_config = copy.deepcopy(quantization_config)
         skipped = quantization_config.llm_int8_skip_modules or []

@@ -55,8 +55,7 @@ def take_engine(trainer: Any) -> None:
     """Wraps TRL's vLLM engine so that it serves several models and receives weights only after they change."""
     if trainer.vllm_mode == "colocate":
         # The engine has set torch's seed, from which it samples, to the number of its group whatever `seed` is
-        group = trainer.accelerator.process_index // trainer.vllm_tensor_parallel_size
-        set_seed(trainer.args.seed + group)
+        set_seed(trainer.args.seed + trainer.accelerator.process_index // trainer.vllm_tensor_parallel_size)
     models = {"policy": trainer.accelerator.unwrap_model(trainer.model)}
     trainer.vllm_generation = VLLMGenerator(
         models, trainer._tokenizer, engine=trainer.vllm_generation, sleep_level=trainer.args.vllm_sleep_level

@@ -131,8 +131,7 @@ class TailReportCallback(TrainerCallback):
         control.should_log = due  # `log` marks the update's own logging as done
 
     def _draw_rewards(self) -> np.ndarray:
-        """Weighted rewards of new completions, (1, P, N): of one model, NaN where no function gave one. All processes must call it, and get
-        the same."""
+        """Weighted rewards of new completions, (1, P, N), NaN where no function gave one. All processes must call it, and get the same."""
         drawn = draw_completions(self.trainer, self.dataset, self._prompt_ids, self.num_samples, self.seed)
         return np.array([reward for _, reward in drawn]).reshape(1, -1, self.num_samples)
 

@@ -49,8 +49,7 @@ def _rewards(scores: list[SampleScore]) -> np.ndarray:
 
 
 def _metric(name: str, estimate: Callable[[np.ndarray], tails.Estimate]) -> Metric:
-    """A metric of an estimate: `name`, and `name_low` and `name_high` if the end of the interval is finite. Refuses the estimate's arguments
-    before anything is drawn."""
+    """A metric of an estimate: `name`, and its finite ends as `name_low` and `name_high`. Arguments are checked before anything is drawn."""
     estimate(np.zeros((1, 1)))
 
     def compute(scores: list[SampleScore]) -> Value:

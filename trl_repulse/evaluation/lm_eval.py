@@ -90,8 +90,7 @@ class TailTask(ConfigurableTask):
 
 
 def _model_of_the_harness() -> LM | None:
-    """The model that the harness evaluates. It tells no task (0.4.13), so that local variables `lm` of the callers are read; `None` if
-    there is none."""
+    """The model that the harness evaluates, `None` without. It tells no task (0.4.13): local variables `lm` of the callers are read."""
     frame = inspect.currentframe()
     while frame is not None:
         lm = frame.f_locals.get("lm")

@@ -111,8 +111,7 @@ def goes_separately(model: "PeftModel", adapter: str) -> bool:
 
 
 def check_tied(model: "PeftModel", adapter: str) -> None:
-    """Raises `ValueError` for an adapter, to be merged, that sets head and embedding apart where both have the same
-    weights, which vLLM has but once."""
+    """Raises `ValueError` for an adapter, to be merged, that sets a tied head and embedding apart, whose weights vLLM has but once."""
     base = model.get_base_model()
     layers = [base.get_input_embeddings(), base.get_output_embeddings()]
     if None in layers:

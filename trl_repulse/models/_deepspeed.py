@@ -33,8 +33,7 @@ def share_process_group(args: TrainingArguments) -> None:
 
 
 def check_deepspeed(accelerator: Accelerator) -> None:
-    """Raises `ValueError` for DeepSpeed configurations that a second model cannot use: stage 0, tensor parallelism, or
-    a section for the optimizer or scheduler."""
+    """Raises `ValueError` for what a second model cannot use: stage 0, tensor parallelism, or a section for optimizer or scheduler."""
     stage = zero_stage(accelerator)
     if stage is None:
         return

@@ -240,8 +240,7 @@ def check_same_tokens(
 def _differences(
     name: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
 ) -> tuple[dict[int, tuple[str, str]], int]:
-    """Tokens (ours, theirs) by id where the tokenizer and that of a saved model differ, and the number of ids in both;
-    added tokens are left out."""
+    """Tokens (ours, theirs) by id where the tokenizer and a saved model's differ, and the number of ids in both, without added tokens."""
     try:
         saved = load_tokenizer(name, "model", trust_remote_code=trust_remote_code)
     except ValueError:

@@ -214,8 +214,7 @@ def load_table(
 def _prompt_ids(
     tokenizer: PreTrainedTokenizerBase, table: list[TableRow], config: GCGEvaluationConfig
 ) -> list[list[int]]:
-    """Tokens of each target's prompt with the first suffix. Raises `ValueError` if the chat template is missing or refuses one, and
-    warns if it writes the date."""
+    """Tokens of each target's prompt with the first suffix. Raises as [`build_prompt`], and warns if the chat template writes the date."""
     if config.prompt_format == "chat":
         warn_of_template(tokenizer, [{"role": "user", "content": "x"}], config.chat_template_kwargs)
     prompt_ids = []
