@@ -76,7 +76,8 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSON file: a list of objects, or one object a line. Raises `ValueError` if the file is not UTF-8 or
     not JSON, is nested too deeply, repeats a key, or has a row that is no object."""
     text = _read_text(path)
-    rows = enumerate(_parse(text, f"`{path}`"), 1) if text.lstrip().startswith("[") else _json_lines(text, path)
+    is_list = text.lstrip().startswith("[")
+    rows = enumerate(_parse(text, f"`{path}`"), 1) if is_list else read_json_lines(path, text)
     objects = []
     for number, row in rows:
         if not isinstance(row, dict):
@@ -85,9 +86,15 @@ def read_json(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line number and value of each non-empty line of a file of JSON lines. Raises `ValueError` like [`read_json`]."""
-    return _json_lines(_read_text(path), path)
+def read_json_lines(path: Path, text: str | None = None) -> Iterator[tuple[int, Any]]:
+    """Line number and value of each non-empty line of a file of JSON lines, whose `text` may have been read. Raises `ValueError` like
+    [`read_json`]."""
+    lines = _LINE_BREAK.split(
+        _read_text(path) if text is None else text
+    )  # JSON strings may hold other line separators
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, _parse(line, f"Line {number} of `{path}`")
 
 
 def check_names(columns: list[str], path: Path) -> None:
@@ -96,13 +103,6 @@ def check_names(columns: list[str], path: Path) -> None:
         if columns.count(name) > 1:
             which = f"named '{name}'; rename or remove all but one" if name else "without a name; name or remove them"
             raise ValueError(f"`{path}` has {columns.count(name)} columns {which}.")
-
-
-def _json_lines(text: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """As [`read_json_lines`], from the text of the file at `path`, which messages name."""
-    for number, line in enumerate(_LINE_BREAK.split(text), 1):  # JSON strings may hold other line separators
-        if line.strip():
-            yield number, _parse(line, f"Line {number} of `{path}`")
 
 
 def _read_text(path: Path) -> str:

@@ -326,11 +326,9 @@ def _ess(log: RunLog) -> str | None:
         raise Unknown(_NO_SETTINGS)
     if samples < SAMPLES:
         raise Unknown(f"a prompt has {samples} samples, too few to judge")
-    return (
-        None
-        if low is None or low.mean >= ESS
-        else f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
-    )
+    if low is None or low.mean >= ESS:
+        return None
+    return f"`{name}` is {low.mean:.2f} of {samples} samples on average over {low}"
 
 
 def _nothing_bad(log: RunLog) -> str | None:

@@ -205,11 +205,8 @@ def set_learning_rate(trainer: Any, policy: nn.Module) -> None:
         args.learning_rate = trainer.optimizer.param_groups[0]["lr"]
         return
     plugin = trainer.accelerator.state.deepspeed_plugin
-    if (
-        args.learning_rate is None
-        and plugin is not None
-        and {"optimizer", "scheduler"} & plugin.deepspeed_config.keys()
-    ):
+    read_before = plugin is not None and {"optimizer", "scheduler"} & plugin.deepspeed_config.keys()
+    if args.learning_rate is None and read_before:
         raise ValueError(
             "`learning_rate` is not set, and DeepSpeed's configuration has an `optimizer` or a `scheduler`, which take it before the model "
             "is there; set it, or leave these sections out."

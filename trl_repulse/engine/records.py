@@ -136,9 +136,8 @@ def amend_model_card(trainer: Any) -> None:
     added += f"### Model\n\n{_of_model(trainer.model.config._name_or_path, path.parent)}\n"
     added += f"### Data\n\n- Rewards: {', '.join(f'`{name}`' for name in trainer.reward_func_names)}\n"
     if isinstance(trainer.train_dataset, Sized):
-        added += (
-            f"- Rows of prompts: {len(trainer.train_dataset)}" + f" of `{dataset}`" * (dataset != "prompts") + "\n"
-        )
+        source = "" if dataset == "prompts" else f" of `{dataset}`"
+        added += f"- Rows of prompts: {len(trainer.train_dataset)}{source}\n"
     added += f"- Updates: {trainer.state.global_step}\n\n"
     added += "### Hyper-parameters\n\n`beta` is the KL coefficient.\n\n| argument | value |\n|---|---|\n"
     settings = {name: getattr(args, name) for name in _SHOWN if _has_effect(args, name)}

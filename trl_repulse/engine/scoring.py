@@ -518,9 +518,8 @@ class Scoring:
         """
         wanted = wanted or Wanted()
         sets = {name: units.sets()[name] for name in wanted.sets}
-        joined = CompletionSets.of(
-            sets, self._pad_token_id, wanted.needed, None if wanted.sampler is None else wanted.by_sampler
-        )
+        by_sampler = None if wanted.sampler is None else wanted.by_sampler
+        joined = CompletionSets.of(sets, self._pad_token_id, wanted.needed, by_sampler)
         prompts = self._prompts_of(units, sets)
         length, shared = prompts[0].size(1), len(prompts[0]) == len(joined.ids)  # or a prompt for each completion
         # Completions of one pass: those of a micro-batch, with the extra ones

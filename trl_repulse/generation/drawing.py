@@ -365,9 +365,7 @@ def drawn_by_inversion(model: nn.Module) -> Iterator[None]:
     def generate_by_inversion(*args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
         """As `generate`, by one uniform number a token where that is the same distribution and faster."""
         config = generation_config
-        plain = config is not None and all(
-            getattr(config, name, None) in allowed for name, allowed in _NEUTRAL.items()
-        )
+        plain = all(getattr(config, name, None) in allowed for name, allowed in _NEUTRAL.items())  # never of `None`
         plain = plain and (config.temperature is None or config.temperature > 0)  # transformers refuses others
         if not (plain and large and base.device.type == "cpu") or not _NEUTRAL.keys().isdisjoint(kwargs):
             return generate(*args, generation_config=config, **kwargs)

@@ -198,9 +198,8 @@ def sixo_loss(
     log_psi = _log_twist(log_q_now, log_p, mask, "token")
     positive, negative = (w.detach().unsqueeze(-1) for w in (normalized_w, normalized_w_negative))
     log_sigmoid = torch.nn.functional.logsigmoid
-    return _mean_over_samples(
-        -positive * log_sigmoid(log_psi) - negative * log_sigmoid(-log_psi), mask, reduction, denominator
-    )
+    losses = -positive * log_sigmoid(log_psi) - negative * log_sigmoid(-log_psi)
+    return _mean_over_samples(losses, mask, reduction, denominator)
 
 
 def dpg_loss(

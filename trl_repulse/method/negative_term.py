@@ -74,9 +74,8 @@ class Services:
     @property
     def takes_bias(self) -> bool:
         """Whether the policy can be drawn and scored with a bias of its logits."""
-        served = self.args.use_transformers_continuous_batching or (
-            self.args.use_vllm and self.args.vllm_mode == "server"
-        )
+        on_server = self.args.use_vllm and self.args.vllm_mode == "server"
+        served = on_server or self.args.use_transformers_continuous_batching
         policy = base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
         return not served and (takes_bias(policy) or not self.scoring.guard.fused_head)
 

@@ -98,9 +98,8 @@ def plan_proposal(
         _check_given(given, model, peft_config, own_config)
     elif not shares_base(model, args, peft_config, own_config):
         proposal = copy_unpatched(model)
-    check_separate_rewards(
-        reward_funcs, proposal, "`proposal_model`", trained=own_config is None and peft_config is None
-    )
+    is_whole = own_config is None and peft_config is None
+    check_separate_rewards(reward_funcs, proposal, "`proposal_model`", trained=is_whole)
     of_policy = policy_adapter(model, peft_config)
     adapters = [peft_config, own_config, adapter_config(proposal)]
     if proposal is None and own_config is None:

@@ -268,9 +268,8 @@ class GCG:
     def run(self, messages: str | Messages, target: str, seed: int | None = None) -> GCGResult:
         """Attacks one prompt, as [`run_gcg`], with a seed in place of the configuration's if one is given."""
         config = self.config
-        prompt = build_prompt(
-            self.tokenizer, messages, target, config.prompt_format, config.suffix_init, config.chat_template_kwargs
-        )
+        options = config.prompt_format, config.suffix_init, config.chat_template_kwargs
+        prompt = build_prompt(self.tokenizer, messages, target, *options)
         ids = prompt.splice(prompt.suffix_ids)
         check_token_ids([ids, prompt.target_ids], self.model.config)
         check_context(self.model.config, len(ids), len(prompt.target_ids))
