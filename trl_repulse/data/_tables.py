@@ -87,12 +87,9 @@ def read_json(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path, text: str | None = None) -> Iterator[tuple[int, Any]]:
-    """Line number and value of each non-empty line of a file of JSON lines, whose `text` may have been read. Raises `ValueError` like
-    [`read_json`]."""
-    lines = _LINE_BREAK.split(
-        _read_text(path) if text is None else text
-    )  # JSON strings may hold other line separators
-    for number, line in enumerate(lines, 1):
+    """Line number and value of each non-empty line of a file of JSON lines, or of its `text`. Raises `ValueError` like [`read_json`]."""
+    text = _read_text(path) if text is None else text
+    for number, line in enumerate(_LINE_BREAK.split(text), 1):  # JSON strings may hold other line separators
         if line.strip():
             yield number, _parse(line, f"Line {number} of `{path}`")
 
