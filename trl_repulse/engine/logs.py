@@ -180,12 +180,16 @@ class _Counted:
     """A stream that counts the rows it has given. TRL (1.16) reads streams in this process, whatever `dataloader_num_workers` is."""
 
     def __init__(self, stream: Any):
-        self.stream, self.rows = stream, 0  # rows given so far: all of them once the last batch is made
+        self.stream, self._rows = stream, 0
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.stream:
-            self.rows += 1
+            self._rows += 1
             yield row
+
+    def so_far(self) -> int:
+        """Rows given so far: all of them once the last batch is made."""
+        return self._rows
 
     def set_epoch(self, epoch: int) -> None:
         self.stream.set_epoch(epoch)
@@ -232,7 +236,7 @@ class Logs:
         rows = None
         if shard is not None:
             counted = shard.dataset = _Counted(shard.dataset)
-            rows = functools.partial(getattr, counted, "rows")
+            rows = counted.so_far
         elif isinstance(dataset, Sized):
             rows = functools.partial(operator.mul, len(dataset), generations)
         self._evaluation = _Evaluation(rows)
