@@ -68,6 +68,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "REINFORCE, LoRA": ("reinforce", {"learning_rate": 1e-3, "lora_rank": 16}),
     "REINFORCE, 10 a prompt": ("reinforce", {"num_generations": 10}),
+    "REINFORCE, prefixes": ("reinforce", {"prefix_reward_steps": 2}),
     "REINFORCE, 2 a prompt": ("reinforce", {"num_generations": 2}),
     "exponential transform": (  # low rewards count more, as in the published baselines with a transform
         "reinforce",

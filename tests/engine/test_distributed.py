@@ -68,7 +68,13 @@ def test_the_check_of_causality_gathers_one_layer_at_a_time(tmp_path, model_dirs
 
 @pytest.mark.parametrize(
     ("batch_size", "accumulation", "method"),
-    [(4, 1, "leave one out"), (2, 2, "REINFORCE++-baseline"), (2, 2, "hot"), (2, 2, "hot, threshold measured")],
+    [
+        (4, 1, "leave one out"),
+        (2, 2, "prefixes"),
+        (2, 2, "REINFORCE++-baseline"),
+        (2, 2, "hot"),
+        (2, 2, "hot, threshold measured"),
+    ],
 )
 def test_two_processes_equal_one(launch, batch_size, accumulation, method):
     metrics = {"hot": HOT_METRICS, "hot, threshold measured": HOT_METRICS[:4]}.get(method, METRICS)

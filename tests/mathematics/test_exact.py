@@ -18,7 +18,7 @@ from trl_repulse.math.importance import (
     log_z_estimate,
     normalize_weights,
 )
-from trl_repulse.math.objective import policy_gradient_loss, tilted_log_potential
+from trl_repulse.math.objective import policy_gradient_loss, prefix_advantages, tilted_log_potential
 from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
 
 from ..whole_losses import ctl_loss, negative_loss, reinforce_loss
@@ -184,19 +184,32 @@ def test_eq4_gradient_notices(world, wrong):
     assert relative_error(eq4_gradient(world, wrong(world)), expected) > 1e-2
 
 
-def test_leave_one_out_is_unbiased():
-    # Every ordered pair of strings is one prompt with N = 2; its probability weighs its gradient.
+@pytest.mark.parametrize(
+    "baseline", ["leave_one_out", "prefixes", pytest.param("own reward", marks=pytest.mark.xfail(strict=True))]
+)
+def test_baselines_are_unbiased(baseline):
+    """Not if the fitted line saw the reward itself, the control."""
+    # Every ordered triple of strings is one prompt with N = 3; its probability weighs its gradient.
     world = World(ending=True)
     prob = world.string_prob(world.policy)[0]
     kept = prob.nonzero().squeeze(-1)
-    pairs = torch.cartesian_prod(kept, kept)  # (pairs, 2)
-    pair_prob = prob[pairs].prod(-1)
+    triples = torch.cartesian_prod(kept, kept, kept)  # (triples, 3)
+    triple_prob = prob[triples].prod(-1)
     table = world.policy[:1].clone().requires_grad_()
-    log_p = world.raw_log_prob(table)[0][pairs]  # (pairs, 2, T)
-    mask, reward = world.mask[0][pairs], world.reward[0][pairs]
-    rows = zip(log_p[:, None], mask[:, None], reward[:, None], strict=True)
-    losses = torch.stack([reinforce_loss(*row, reduction="sum") for row in rows])
-    actual = torch.autograd.grad((pair_prob * losses).sum(), table)[0]
+    log_p = world.raw_log_prob(table)[0][triples]  # (triples, 3, T)
+    mask, reward = world.mask[0][triples], world.reward[0][triples]
+
+    def of_triple(log_p, mask, reward, tokens):
+        if baseline == "leave_one_out":
+            return reinforce_loss(log_p, mask, reward, reduction="sum")
+        prefixes = torch.cat([torch.zeros(3, 1), tokens[:, :-1].cumsum(1)], dim=1)  # of no token, of one, of two
+        prefixes = prefixes + reward.T if baseline == "own reward" else prefixes
+        advantages = prefix_advantages(reward[0], prefixes)
+        return policy_gradient_loss(log_p, mask, advantages[None], "sum")
+
+    rows = zip(log_p[:, None], mask[:, None], reward[:, None], TOKENS[triples], strict=True)
+    losses = torch.stack([of_triple(*row) for row in rows])
+    actual = torch.autograd.grad((triple_prob * losses).sum(), table)[0]
 
     def objective(table):
         full = torch.cat([table, world.policy[1:]])

@@ -293,6 +293,15 @@ PPO_REFUSED += [
 ]
 
 
+PREFIXES_REFUSED = [("prefix_reward_steps", {"prefix_reward_steps": 0})] + [
+    (next(iter(kwargs)), kwargs | {"prefix_reward_steps": 2})
+    for kwargs in (
+        {"baseline": "none"},
+        {"normalize_advantages": True},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2},
+    )
+]
 # Where completions are batched one by one
 ROWS_REFUSED = [
     ("negative_loss", {"negative_loss": "reinforce"}),
@@ -319,6 +328,7 @@ GRPO_REFUSED = [
 @pytest.mark.parametrize(
     ("config_cls", "name", "kwargs"),
     [(RePULSeConfig, name, {"num_generations": 4} | kwargs) for name, kwargs in REFUSED]
+    + [(ReinforceConfig, *case) for case in PREFIXES_REFUSED]
     + [(PPOConfig, *case) for case in PPO_REFUSED]
     + [(config_cls, *case) for config_cls in (RePULSePPOConfig, RePULSeGRPOConfig) for case in ROWS_REFUSED]
     + [(RePULSePPOConfig, *case) for case in REPULSE_PPO_REFUSED]

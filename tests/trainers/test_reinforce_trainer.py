@@ -1,10 +1,15 @@
 """ReinforceTrainer as a user meets it: directions, methods by configuration, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
 
-from trl_repulse import ReinforceTrainer
+from trl_repulse import ReinforceTrainer, RePULSeTrainer
+from trl_repulse.math.objective import compute_advantages, prefix_advantages
+
+from ..conftest import build_tokenizer
 
 
 pytestmark = pytest.mark.trainer
@@ -47,6 +52,57 @@ def test_logged_advantages_are_normalised_over_the_batch(make, method):
     advantages = torch.tensor(list(trainer._logs["advantages"]))
     assert advantages.mean().abs() < 1e-5 and advantages.std() == pytest.approx(1, abs=1e-3)
     assert not torch.allclose(advantages.view(4, 4).std(dim=1), torch.ones(4), atol=0.05)  # not prompt by prompt
+
+
+@pytest.mark.parametrize(
+    ("kind", "as_messages"), [(ReinforceTrainer, False), (ReinforceTrainer, True), (RePULSeTrainer, False)]
+)
+def test_prefixes_are_rewarded_and_correct_the_advantages(make, prompts, kind, as_messages):
+    calls, batches, tokenizer = (
+        [],
+        [],
+        build_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"),
+    )
+
+    def letters(completions, completion_ids, log_extra, log_metric, **kwargs):
+        texts = [each[0]["content"] for each in completions] if as_messages else completions
+        log_extra("text", texts)
+        rewards = [float(len(text)) for text in texts]
+        calls.append((completion_ids, texts, torch.tensor(rewards)))
+        log_metric("letters", sum(rewards) / len(rewards))
+        return rewards
+
+    class Kept(kind):
+        def _loss(self, units, scores):
+            batches.append((units, scores, super()._loss(replace(units, extra=None), scores)))
+            return super()._loss(units, scores)
+
+    settings = {"prefix_reward_steps": 2, "max_completion_length": 5, "max_steps": 1, "log_completions": True}
+    settings |= {} if kind is ReinforceTrainer else {"proposal": "hot_policy", "bad_reward_threshold": 0.0}
+    if as_messages:
+        prompts = prompts.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = make(Kept, reward_funcs=letters, dataset=prompts, extra={"processing_class": tokenizer}, **settings)
+    trainer.train()
+    (whole, texts, rewards), *cut = calls[:3]  # those of extra samples come later
+    assert list(trainer._logs["extra"]["text"]) == texts
+    logged = trainer.state.log_history[0]
+    assert logged["letters"] == pytest.approx(logged["reward"]) or kind is RePULSeTrainer
+    for length, (ids, short, _) in zip((2, 4), cut, strict=True):
+        assert ids == [row[:length] for row in whole]
+        assert short == tokenizer.batch_decode(ids, skip_special_tokens=True)
+    by_token = prefix_advantages(rewards, torch.stack([0 * rewards, *(each for *_, each in cut)], dim=1))
+    own_advantages = compute_advantages(rewards.view(-1, 4)).flatten()
+    noise = by_token.square().mean() / own_advantages.square().mean()
+    assert logged["prefix/noise"] == pytest.approx(noise.item(), rel=1e-4)
+    (units, scores, loss), *_ = batches
+    kl = compute_advantages(units.returns - units.own.rewards).flatten(0, 1)
+    loss_by_hand = []
+    for place, row in enumerate(units.rows.flatten().tolist()):
+        log_p, size = scores.log_p["own"].flatten(0, 1)[place], len(whole[row])
+        advantages = kl[place] + torch.stack([by_token[row, t // 2] for t in range(size)])
+        loss_by_hand.append(-(advantages * log_p[:size]).mean())
+    assert loss.item() == pytest.approx(torch.stack(loss_by_hand).mean().item(), rel=1e-5)
+    torch.testing.assert_close(units.advantages.flatten() - kl, own_advantages[units.rows.flatten()])
 
 
 def test_refused_data(make):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from trl import GRPOConfig
 
-from ._checks import check_compared, require, require_defaults
+from ._checks import check_compared, require, require_at_least, require_defaults
 from .shared_config import SharedConfig, documented, option
 
 
@@ -61,6 +61,10 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
         reward_clip_range (`list[float]`, *optional*):
             Lowest and highest reward the policy sees, before any transform, like [`~trl.RLOOConfig`]'s field. If
             unset, no limits. The target distribution, the logged `reward` and evaluations use unclipped rewards.
+        prefix_reward_steps (`int`, *optional*):
+            If set, the first so many tokens of a completion, twice as many, and so on are rewarded too, and what such a
+            reward predicts of the whole completion's is part of the baseline of the tokens behind. The expected gradient
+            is the same, with less noise, if the reward can tell from half an answer. Costs a call of each reward a prefix.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
             How token log-probabilities enter the policy loss: their `"mean"` over a completion's tokens (the
             convention of the published learning rates and `alpha`) or their `"sum"` (as derived).
@@ -89,6 +93,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     baseline_constant: float = 0.0
     normalize_advantages: bool = False
     reward_clip_range: list[float] | None = None
+    prefix_reward_steps: int | None = None
     logprob_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
@@ -106,6 +111,14 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             ordered = len(limits) == 2 and limits[0] < limits[1]
             require(self, ordered, "reward_clip_range", "must be a lower limit and a higher one")
             self.reward_clip_range = limits
+        if self.prefix_reward_steps is not None:
+            require_at_least(self, 1, "prefix_reward_steps")
+            remedy = "has no effect with `prefix_reward_steps`"
+            require_defaults(self, remedy, "baseline", "normalize_advantages", "num_iterations")
+            fits = self.gradient_accumulation_steps % self.steps_per_generation == 0
+            require(
+                self, fits, "steps_per_generation", "gives several updates, which `prefix_reward_steps` does not serve"
+            )
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
         if self.baseline != "constant":
             require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")

@@ -62,7 +62,7 @@ _SHOWN = """
     learning_rate lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps max_completion_length
     value_learning_rate beta bad_reward_threshold alpha alpha_normalization target_dist_beta potential target_class reward_cap proposal
     proposal_temperature proposal_loss proposal_learning_rate num_generations num_proposal_generations logprob_reduction baseline
-    normalize_advantages gae_lambda gamma value_clip whiten_advantages reward_clip_range
+    normalize_advantages gae_lambda gamma value_clip whiten_advantages reward_clip_range prefix_reward_steps
     reward_transform reward_transform_alpha reward_transform_beta reward_transform_threshold seed
 """.split()
 _OF_NEGATIVE_TERM = {field.name for field in fields(NegativeTermConfig)} - {"alpha", "bad_reward_threshold"}

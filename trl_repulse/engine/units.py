@@ -75,6 +75,7 @@ class CompletionSet:
     log_p: torch.Tensor | None = None  # under the policy that was sampled
     drawn_log_p: torch.Tensor | None = None  # under the sampler or proposal that drew them
     ref_log_p: torch.Tensor | None = None  # (U, n), of completions under the reference
+    corrections: torch.Tensor | None = None  # (U, n, T): what the rewards of prefixes add to advantages
     coefficients: torch.Tensor | None = None  # (U, n): what the negative term multiplies log-probabilities with
     weights: torch.Tensor | None = None  # (U, n): normalized importance weights under the proposal's target
     contrast: torch.Tensor | None = None  # (U, n) or (U, n, T): what a proposal's loss needs of a whole prompt

@@ -185,6 +185,38 @@ def compute_advantages(
     return torch.where(scored, advantages, 0.0)
 
 
+def prefix_advantages(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> torch.Tensor:
+    """
+    Rewards less what the reward of a prefix predicts, a baseline for the tokens behind it.
+
+    For each prefix a line is fitted to the other completions, so that the baseline of a token depends on nothing that follows it: the
+    expected gradient stays the same. Its slope is shrunk as by one completion more, of no slope.
+
+    Args:
+        rewards (`torch.Tensor`): Rewards of shape (B,), of all completions of the batch; NaN leaves one out.
+        prefix_rewards (`torch.Tensor`): Rewards of S prefixes of each, of shape (B, S); NaN counts as the mean.
+
+    Returns:
+        `torch.Tensor`: Of shape (B, S), detached, 0 for a completion that is left out or has no other.
+    """
+    require_shape("prefix_rewards", prefix_rewards, (len(rewards), -1))
+    y, x = (
+        rewards.detach().unsqueeze(1).cpu().double(),
+        prefix_rewards.detach().cpu().double(),
+    )  # some devices have no float64
+    scored = ~y.isnan()  # (B, 1)
+    x = torch.where(scored, x, torch.nan)
+    x, y, w = (x - x.nanmean(dim=0)).nan_to_num(0.0), y.nan_to_num(0.0), scored.double()
+    n = (w.sum() - w).clamp(min=1)  # of the others, as all below
+    mean_x, mean_y = (x.sum(0) - x) / n, (y.sum() - y) / n
+    xx = x.square().sum(0) - x.square() - n * mean_x.square()
+    xy = (x * y).sum(0) - x * y - n * mean_x * mean_y
+    spread = x.square().sum(0) / w.sum().clamp(min=1)
+    slope = torch.where(spread > 0, xy / (xx + spread).clamp(min=torch.finfo(x.dtype).tiny), 0.0)
+    advantages = (y - mean_y - slope * (x - mean_x)).masked_fill(w.sum() < 2, 0.0)
+    return (advantages * w).to(rewards)
+
+
 AlphaNormalization = Literal["samples", "none"]
 NegativeBaseline = Literal["none", "proposal", "policy"]
 
@@ -214,7 +246,7 @@ def policy_gradient_loss(
         log_p, mask (`torch.Tensor`):
             Log-probabilities (nats) and mask, both of shape (P, N, T), or (B, 1, T) if groups are split.
         coefficients (`torch.Tensor`):
-            Coefficients of shape (P, N), detached here. A sample of coefficient 0 adds exactly 0.
+            Coefficients of shape (P, N), or without `old_log_p` (P, N, T), detached here. A sample of coefficient 0 adds exactly 0.
         reduction (`str`, *optional*, defaults to `"mean"`):
             `"mean"` or `"sum"` over a completion's tokens.
         denominator (`float` or `torch.Tensor`, *optional*):
@@ -230,6 +262,9 @@ def policy_gradient_loss(
     Raises:
         `ValueError`: If the shapes do not fit together or `reduction` is unknown.
     """
+    if coefficients.shape == log_p.shape and old_log_p is None:  # of tokens
+        c = coefficients.detach()
+        log_p, coefficients = torch.where(c != 0, c * log_p, 0.0), c.new_ones(c.shape[:-1])
     require_shape("coefficients", coefficients, tuple(log_p.shape[:-1]))
     c = coefficients.detach()
     reduced = reduce_log_probs(log_p, mask, reduction)  # (P, N)
@@ -327,7 +362,7 @@ class WeightedSamples(NamedTuple):
 
     log_p: torch.Tensor  # (P, N, T), nats
     mask: torch.Tensor  # (P, N, T), 0 at the positions that do not count
-    coefficients: torch.Tensor  # (P, N)
+    coefficients: torch.Tensor  # (P, N), or (P, N, T)
     old_log_p: torch.Tensor | None = None  # (P, N, T), nats, of samples that are used again
 
 

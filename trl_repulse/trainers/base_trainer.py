@@ -622,6 +622,8 @@ class BaseTrainer(GRPOTrainer):
         logs.lengths(torch.tensor(lengths, dtype=torch.float32, device=device), truncated)
         return generated
 
+    _rewards_prefixes = False  # while prefixes of completions are rewarded, of which nothing is logged
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """Rewards `(B_all, F)` of all processes, NaN in rows that only fill the last batch."""
         rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -631,7 +633,7 @@ class BaseTrainer(GRPOTrainer):
         # Like a sample without a reward, a padding row takes part in nothing
         logs = self._logs_of_run
         rewards_per_func[logs.real_rows(len(prompts)) :] = torch.nan
-        if not all(are_models):  # functions can log
+        if not all(are_models) and not self._rewards_prefixes:  # functions can log
             logs.record_pending(self._pending_metrics, logs.are_real(len(prompts)).sum().item())
         return rewards_per_func
 

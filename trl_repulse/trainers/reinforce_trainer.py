@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..configs import ReinforceConfig
+from ..data._texts import completion_texts
 from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, repulse_loss
+from ..math.objective import WeightedSamples, compute_advantages, prefix_advantages, repulse_loss
 from .base_trainer import BaseTrainer
 
 
@@ -92,6 +93,8 @@ class ReinforceTrainer(BaseTrainer):
         """Units of the policy's samples, with what has to be scored before the policy changes."""
         units = self._drawing.draw_own(rows, shape)
         own, self._local_batch_rows = units.own, len(rows)
+        if shape.training and self.args.prefix_reward_steps is not None:
+            own.corrections = self._corrections(rows, units)
         if self.beta != 0.0:
             own.ref_log_p = self._reference_log_prob(units, own)
         scores = SetScores()
@@ -102,6 +105,41 @@ class ReinforceTrainer(BaseTrainer):
         if own.log_p is None and self.beta != 0.0:
             scores = self._scoring.score(self.model, units, shape, gradient=False)
         return self._credit(units, scores, shape)
+
+    def _corrections(self, rows: list[dict[str, Any]], units: Units) -> torch.Tensor:
+        """What rewards of prefixes add to the advantage of each token, `(U, n, T)`: `prefix_advantages` less those of whole rewards. A
+        collective call."""
+        own, steps, accelerator = units.own, self.args.prefix_reward_steps, self.accelerator
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids = [ids[mask != 0].tolist() for ids, mask in zip(units.prompt_ids, units.prompt_mask, strict=True)]
+        prompt_ids = [ids for ids in prompt_ids for _ in range(own.ids.size(1))]
+        read = zip(own.ids.flatten(0, 1), own.read.flatten(0, 1), strict=True)
+        completion_ids = [ids[mask != 0].tolist() for ids, mask in read]
+        longest = accelerator.gather(torch.tensor([own.ids.size(-1)], device=own.ids.device)).max().item()
+        rewards = self._transform(accelerator.gather(own.rewards.flatten()))  # (B_all,)
+        of_prefixes = [torch.zeros_like(rewards)]
+        self._rewards_prefixes = True
+        try:
+            for length in range(steps, longest, steps):
+                ids = [each[:length] for each in completion_ids]
+                texts: list[Any] = completion_texts(self._tokenizer, prompts, prompt_ids, ids)
+                if not isinstance(prompts[0], str):
+                    texts = [[{"role": "assistant", "content": text}] for text in texts]
+                weighted = self._weighted(self._calculate_rewards(rows, prompts, texts, ids))
+                of_prefixes.append(self._transform(weighted))
+        finally:
+            self._rewards_prefixes = False
+            self._pending_metrics.clear()
+            self._pending_extra_logs.clear()
+        of_whole = compute_advantages(rewards.view(-1, self.shape.generations)).view(-1, 1)
+        corrected = prefix_advantages(rewards, torch.stack(of_prefixes, dim=1))  # (B_all, S)
+        if of_whole.any():
+            noise = corrected.square().mean() / of_whole.square().mean()
+            self._logs_of_run.metrics["prefix/noise"].append(noise.item())
+        of_tokens = (corrected - of_whole)[local_rows(accelerator, len(rows))].repeat_interleave(
+            steps, dim=1
+        )  # (B, T or more)
+        return of_tokens[:, : own.ids.size(-1)].view_as(own.ids)
 
     def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
@@ -164,6 +202,8 @@ class ReinforceTrainer(BaseTrainer):
         assert advantages is not None
         if own.coefficients is not None:
             advantages = advantages + own.coefficients
+        if own.corrections is not None:
+            advantages = advantages.unsqueeze(-1) + own.corrections
         samples = WeightedSamples(scores.log_p[OWN], own.mask, advantages, own.log_p)
         negative = None
         if extra is not None and extra.coefficients is not None:
