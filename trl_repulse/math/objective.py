@@ -190,7 +190,7 @@ def prefix_advantages(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> to
     Rewards less what the reward of a prefix predicts, a baseline for the tokens behind it.
 
     For each prefix a line is fitted to the other completions, so that the baseline of a token depends on nothing that follows it: the
-    expected gradient stays the same. Its slope is shrunk as by one completion more, of no slope.
+    expected gradient stays the same. The mean square of the prefix rewards is added to the slope's denominator, which shrinks it.
 
     Args:
         rewards (`torch.Tensor`): Rewards of shape (B,), of all completions of the batch; NaN leaves one out.
@@ -200,10 +200,8 @@ def prefix_advantages(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> to
         `torch.Tensor`: Of shape (B, S), detached, 0 for a completion that is left out or has no other.
     """
     require_shape("prefix_rewards", prefix_rewards, (len(rewards), -1))
-    y, x = (
-        rewards.detach().unsqueeze(1).cpu().double(),
-        prefix_rewards.detach().cpu().double(),
-    )  # some devices have no float64
+    # Some devices have no float64
+    y, x = (each.detach().cpu().double() for each in (rewards.unsqueeze(1), prefix_rewards))
     scored = ~y.isnan()  # (B, 1)
     x = torch.where(scored, x, torch.nan)
     x, y, w = (x - x.nanmean(dim=0)).nan_to_num(0.0), y.nan_to_num(0.0), scored.double()

@@ -136,10 +136,8 @@ class ReinforceTrainer(BaseTrainer):
         if of_whole.any():
             noise = corrected.square().mean() / of_whole.square().mean()
             self._logs_of_run.metrics["prefix/noise"].append(noise.item())
-        of_tokens = (corrected - of_whole)[local_rows(accelerator, len(rows))].repeat_interleave(
-            steps, dim=1
-        )  # (B, T or more)
-        return of_tokens[:, : own.ids.size(-1)].view_as(own.ids)
+        local = (corrected - of_whole)[local_rows(accelerator, len(rows))]  # (B, S)
+        return local.repeat_interleave(steps, dim=1)[:, : own.ids.size(-1)].view_as(own.ids)
 
     def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
