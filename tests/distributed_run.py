@@ -100,7 +100,7 @@ CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"
 METHODS = {
     "leave one out": {},
     "within a process": {},
-    "prefixes": {"prefix_reward_steps": 1},
+    "prefixes": {"prefix_reward_steps": 1, "gae_lambda": 0.8},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True},
     "checkpointed": {"gradient_checkpointing": True},

@@ -69,6 +69,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE, LoRA": ("reinforce", {"learning_rate": 1e-3, "lora_rank": 16}),
     "REINFORCE, 10 a prompt": ("reinforce", {"num_generations": 10}),
     "REINFORCE, prefixes": ("reinforce", {"prefix_reward_steps": 2}),
+    "REINFORCE, prefixes, lambda 0.9": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.9}),
+    "REINFORCE, prefixes, lambda 0.8": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.8}),
+    "REINFORCE, prefixes, lambda 0.5": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.5}),
+    "RePULSe, prefixes, lambda 0.9": ("repulse", BAD | {"prefix_reward_steps": 1, "gae_lambda": 0.9}),
     "REINFORCE, 2 a prompt": ("reinforce", {"num_generations": 2}),
     "exponential transform": (  # low rewards count more, as in the published baselines with a transform
         "reinforce",

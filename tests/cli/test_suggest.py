@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.worlds import two_tokens
 from trl_repulse import embedded
 from trl_repulse._rules_of_thumb import RATES
 from trl_repulse.cli import _suggest_measure
-from trl_repulse.cli._suggest_measure import _gain, measure_updates
+from trl_repulse.cli._suggest_measure import _gain, _prefixes, measure_updates
 from trl_repulse.cli._suggest_rules import (
     ALPHA,
     KL_COEFFICIENT,
@@ -32,6 +33,7 @@ from trl_repulse.cli.main import main
 from trl_repulse.cli.methods import train
 from trl_repulse.generation.drawing import POLICY
 
+from ..conftest import build_tokenizer
 from ..evaluation_support import write_inputs
 
 
@@ -292,6 +294,28 @@ def test_the_gain_is_that_of_the_mixture():
     policy = FakePolicy([0.001, 0.0, 0.0, 0.999], p, rewards)
     assert _gain(policy, [0] * 50, [[3]] * 50, np.array([1.0, 0.5] * 25)) is None  # too few to tell
     assert _gain(policy, [0, 1] * 25, [[3]] * 50, np.array([1.0, np.nan] * 25)) is None  # prompts without a reward
+
+
+def test_what_prefixes_predict_is_measured():
+    """Rewards that are sums over two tokens, of which the first is known half of the time; and a reward that knows nothing before the end."""
+    drawn = np.random.default_rng(0).integers(0, 2, (60, 2))
+    policy = SimpleNamespace(
+        tokenizer=build_tokenizer(), prompts=Dataset.from_dict({"prompt": ["a"] * 12}), ids=[[1]] * 12
+    )
+    policy.args = SimpleNamespace(max_completion_length=2)
+    places, tokens = [place for place in range(12) for _ in range(5)], [[int(t) + 2 for t in row] for row in drawn]
+    for known, low, high in ((1.0, 0.4, 0.75), (0.0, 0.75, 1.1)):
+        policy.rewards = lambda places, rows, texts, known=known: np.array([known * sum(row) for row in rows])
+        steps, noise = _prefixes(policy, places, tokens, drawn.sum(1) + 4.0, 5)
+        assert steps == 1 and low < noise < high
+    assert _prefixes(policy, places, tokens, np.ones(60), 5) is None
+
+
+@pytest.mark.parametrize(("found", "says"), [(None, False), ((3, 0.9), False), ((3, 0.5), True)])
+def test_prefixes_are_suggested_where_they_tell(found, says):
+    suggestion = suggest(replace(measured(), prefixes=found))
+    assert suggestion.values.get("prefix_reward_steps") == (3 if says else None)
+    assert ("takes this file too without `prefix_reward_steps`" in suggestion.notes["other methods"]) is says
 
 
 # Rewards that training cannot use

@@ -18,7 +18,7 @@ from trl_repulse.math.importance import (
     log_z_estimate,
     normalize_weights,
 )
-from trl_repulse.math.objective import policy_gradient_loss, prefix_advantages, tilted_log_potential
+from trl_repulse.math.objective import policy_gradient_loss, prefix_values, tilted_log_potential
 from trl_repulse.math.proposal_losses import dpg_loss, sixo_loss, sixo_negative_weights
 
 from ..whole_losses import ctl_loss, negative_loss, reinforce_loss
@@ -204,7 +204,7 @@ def test_baselines_are_unbiased(baseline):
             return reinforce_loss(log_p, mask, reward, reduction="sum")
         prefixes = torch.cat([torch.zeros(3, 1), tokens[:, :-1].cumsum(1)], dim=1)  # of no token, of one, of two
         prefixes = prefixes + reward.T if baseline == "own reward" else prefixes
-        advantages = prefix_advantages(reward[0], prefixes)
+        advantages = reward.T - prefix_values(reward[0], prefixes)
         return policy_gradient_loss(log_p, mask, advantages[None], "sum")
 
     rows = zip(log_p[:, None], mask[:, None], reward[:, None], TOKENS[triples], strict=True)

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from trl_repulse.math.objective import compute_advantages, prefix_advantages
+from trl_repulse.math.objective import compute_advantages, prefix_values
 
 
 INF, NAN = math.inf, math.nan
@@ -102,9 +102,9 @@ def test_advantages_refuse(returns, baseline, message):
         compute_advantages(double(returns), baseline)
 
 
-def test_advantages_of_prefixes_are_what_a_line_through_the_others_leaves():
+def test_values_of_prefixes_are_on_a_line_through_the_others():
     rewards, prefixes = double([0.5, -2.0, NAN, 1.5, 4.0]), double([[0, 1], [0, -3], [0, 9], [0, NAN], [0, 2]])
-    actual = prefix_advantages(rewards, prefixes)
+    actual = prefix_values(rewards, prefixes)
     kept = [0, 1, 3, 4]
     for column in range(2):
         x = (prefixes[:, column] - prefixes[kept, column].nanmean()).nan_to_num(0.0)
@@ -114,6 +114,7 @@ def test_advantages_of_prefixes_are_what_a_line_through_the_others_leaves():
             covariance = ((x[others] - x_mean) * (rewards[others] - y_mean)).sum()
             spread = (x[others] - x_mean).square().sum() + x[kept].square().mean()
             slope = covariance / spread if spread > 0 else 0.0
-            expected = rewards[row] - y_mean - slope * (x[row] - x_mean)
+            expected = y_mean + slope * (x[row] - x_mean)
             assert actual[row, column].item() == pytest.approx(expected.item(), abs=1e-12)
-    assert actual[2].tolist() == [0, 0] == prefix_advantages(double([3.0]), double([[1.0, 2.0]])).tolist()[0]
+    assert actual[2].tolist() == [0, 0]
+    assert prefix_values(double([3.0]), double([[1.0, 2.0]])).tolist() == [[3, 3]]

@@ -293,13 +293,14 @@ PPO_REFUSED += [
 ]
 
 
-PREFIXES_REFUSED = [("prefix_reward_steps", {"prefix_reward_steps": 0})] + [
+PREFIXES_REFUSED = [("prefix_reward_steps", {"prefix_reward_steps": 0}), ("gae_lambda", {"gae_lambda": 0.9})] + [
     (next(iter(kwargs)), kwargs | {"prefix_reward_steps": 2})
     for kwargs in (
         {"baseline": "none"},
         {"normalize_advantages": True},
         {"num_iterations": 2},
         {"steps_per_generation": 2},
+        {"gae_lambda": 1.5},
     )
 ]
 # Where completions are batched one by one

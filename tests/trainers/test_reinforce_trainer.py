@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from trl_repulse import ReinforceTrainer, RePULSeTrainer
-from trl_repulse.math.objective import compute_advantages, prefix_advantages
+from trl_repulse.math.objective import compute_advantages, prefix_values
 
 from ..conftest import build_tokenizer
 
@@ -55,9 +55,10 @@ def test_logged_advantages_are_normalised_over_the_batch(make, method):
 
 
 @pytest.mark.parametrize(
-    ("kind", "as_messages"), [(ReinforceTrainer, False), (ReinforceTrainer, True), (RePULSeTrainer, False)]
+    ("kind", "as_messages", "gae_lambda"),
+    [(ReinforceTrainer, False, 1.0), (ReinforceTrainer, True, 0.8), (RePULSeTrainer, False, 0.5)],
 )
-def test_prefixes_are_rewarded_and_correct_the_advantages(make, prompts, kind, as_messages):
+def test_prefixes_are_rewarded_and_give_values(make, prompts, kind, as_messages, gae_lambda):
     calls, batches, tokenizer = (
         [],
         [],
@@ -78,10 +79,14 @@ def test_prefixes_are_rewarded_and_correct_the_advantages(make, prompts, kind, a
             return super()._loss(units, scores)
 
     settings = {"prefix_reward_steps": 2, "max_completion_length": 5, "max_steps": 1, "log_completions": True}
+    settings |= {"gae_lambda": gae_lambda, "beta": 0.05}
     settings |= {} if kind is ReinforceTrainer else {"proposal": "hot_policy", "bad_reward_threshold": 0.0}
     if as_messages:
         prompts = prompts.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make(Kept, reward_funcs=letters, dataset=prompts, extra={"processing_class": tokenizer}, **settings)
+    with torch.no_grad():
+        for weights in trainer.ref_model.parameters():
+            weights.add_(0.1 * torch.randn_like(weights))
     trainer.train()
     (whole, texts, rewards), *cut = calls[:3]  # those of extra samples come later
     assert list(trainer._logs["extra"]["text"]) == texts
@@ -90,19 +95,32 @@ def test_prefixes_are_rewarded_and_correct_the_advantages(make, prompts, kind, a
     for length, (ids, short, _) in zip((2, 4), cut, strict=True):
         assert ids == [row[:length] for row in whole]
         assert short == tokenizer.batch_decode(ids, skip_special_tokens=True)
-    by_token = prefix_advantages(rewards, torch.stack([0 * rewards, *(each for *_, each in cut)], dim=1))
-    own_advantages = compute_advantages(rewards.view(-1, 4)).flatten()
-    noise = by_token.square().mean() / own_advantages.square().mean()
-    assert logged["prefix/noise"] == pytest.approx(noise.item(), rel=1e-4)
+    values = prefix_values(rewards, torch.stack([0 * rewards, *(each for *_, each in cut)], dim=1))
     (units, scores, loss), *_ = batches
-    kl = compute_advantages(units.returns - units.own.rewards).flatten(0, 1)
-    loss_by_hand = []
-    for place, row in enumerate(units.rows.flatten().tolist()):
-        log_p, size = scores.log_p["own"].flatten(0, 1)[place], len(whole[row])
-        advantages = kl[place] + torch.stack([by_token[row, t // 2] for t in range(size)])
-        loss_by_hand.append(-(advantages * log_p[:size]).mean())
-    assert loss.item() == pytest.approx(torch.stack(loss_by_hand).mean().item(), rel=1e-5)
-    torch.testing.assert_close(units.advantages.flatten() - kl, own_advantages[units.rows.flatten()])
+    losses, squares = [], []
+    for prompt, (rows, log_p, log_ref) in enumerate(
+        zip(units.rows, scores.log_p["own"], units.own.ref_log_p, strict=True)
+    ):
+        sizes = [len(whole[row]) for row in rows]
+        kl = [(log_p[n] - log_ref[n])[:size].tolist() for n, size in enumerate(sizes)]
+        of_whole = compute_advantages(rewards[rows][None] - 0.05 * torch.tensor([[sum(each) for each in kl]]))[0]
+        torch.testing.assert_close(
+            units.returns[prompt], rewards[rows] - 0.05 * torch.tensor([sum(each) for each in kl])
+        )
+        for n, (row, size) in enumerate(zip(rows, sizes, strict=True)):
+            others = [x for x in range(4) if x != n]
+            before = [
+                values[row, t // 2].item() - 0.05 * sum(sum(kl[x][t:]) for x in others) / 3 for t in range(size)
+            ] + [rewards[row].item()]
+            deltas = [before[t + 1] - before[t] - 0.05 * kl[n][t] for t in range(size)]
+            advantages = [
+                sum(gae_lambda ** (u // 2 - t // 2) * deltas[u] for u in range(t, size)) for t in range(size)
+            ]
+            losses.append(-(torch.tensor(advantages) * log_p[n, :size]).mean())
+            squares.append((sum(x**2 for x in advantages), size * of_whole[n].item() ** 2))
+    assert loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    by_token, by_completion = map(sum, zip(*squares, strict=True))
+    assert logged["prefix/noise"] == pytest.approx(by_token / by_completion, rel=1e-4)
 
 
 def test_refused_data(make):

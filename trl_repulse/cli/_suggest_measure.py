@@ -9,6 +9,7 @@ import gc
 import math
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,14 @@ from ..evaluation.rare.pilot import raised_by
 from ..generation._probe import probe_shared
 from ..generation.completions import tokenize
 from ..generation.drawing import POLICY, Sampler, rows_drawn_by
+from ..math.objective import compute_advantages, prefix_values
 from ..models._model_checks import vocab_size
 from ..trainers import RePULSeTrainer
 from ._suggest_rules import (
     ADAPTER,
     FEWEST,
     LEAST,
+    PREFIXES,
     SAMPLING,
     Measured,
     Suggestion,
@@ -108,12 +111,7 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, 
     ended = [bool(row) and row[-1] in end for row in tokens]
     shaped = (np.reshape(x, (-1, completions)) for x in (rewards, [len(row) for row in tokens], ended))  # (P, N)
     few_places = list(range(min(len(chosen), 32)))
-    try:
-        empty = policy.rewards(few_places, [[] for _ in few_places], [""] * len(few_places))
-    except Exception as error:
-        if not from_reward(error):
-            raise
-        empty = None
+    empty = _unless_it_fails(lambda: policy.rewards(few_places, [[] for _ in few_places], [""] * len(few_places)))
     return Measured(
         *shaped,
         texts,
@@ -122,7 +120,40 @@ def measure(args: argparse.Namespace, model: Any, tokenizer: Any, prompts: Any, 
         model.num_parameters(),
         seconds=drawn / len(places) + 2 * scored,  # by the model and the reference
         gain=_gain(policy, places, tokens, rewards),
+        prefixes=_unless_it_fails(lambda: _prefixes(policy, places, tokens, rewards, completions)),
     )
+
+
+def _unless_it_fails(measure: Callable[[], Any]) -> Any:
+    """What is measured, or `None` if the reward fails."""
+    try:
+        return measure()
+    except Exception as error:
+        if not from_reward(error):
+            raise
+        return None
+
+
+def _prefixes(
+    policy: _Policy, places: list[int], tokens: list[list[int]], rewards: np.ndarray, completions: int
+) -> tuple[int, float] | None:
+    """Tokens a step of at most [`PREFIXES`] rewards of prefixes, and the mean square of what their values leave of whole rewards, over that
+    of what the mean of a prompt's other completions leaves. `None` if rewards do not differ, or fail on a prefix."""
+    count = min(len(places), completions * math.ceil(LEAST / completions))
+    places, tokens, of_whole = places[:count], tokens[:count], torch.tensor(rewards[:count])
+    steps = math.ceil(policy.args.max_completion_length / PREFIXES)
+    prompts, rows = policy.prompts[places]["prompt"], [policy.ids[place] for place in places]
+    by_prompt = compute_advantages(of_whole.view(-1, completions)).flatten()
+    of_prefixes = [torch.zeros_like(of_whole)]
+    say(f"rewarding the first {steps}, {2 * steps}, ... tokens of {count} completions")
+    for length in range(steps, max(map(len, tokens)), steps):
+        cut = [row[:length] for row in tokens]
+        texts = completion_texts(policy.tokenizer, prompts, rows, cut)
+        of_prefixes.append(torch.tensor(policy.rewards(places, cut, texts)))
+    left = (of_whole.unsqueeze(1) - prefix_values(of_whole, torch.stack(of_prefixes, dim=1))).nan_to_num(0.0).square()
+    counted = torch.tensor([[min(max(len(row) - steps * n, 0), steps) for n in range(left.size(1))] for row in tokens])
+    whole = (by_prompt.square() * counted.sum(1)).sum()
+    return (steps, ((left * counted).sum() / whole).item()) if whole > 0 else None
 
 
 def _gain(

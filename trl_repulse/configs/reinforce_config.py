@@ -65,6 +65,9 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             If set, the first so many tokens of a completion, twice as many, and so on are rewarded too, and what such a
             reward predicts of the whole completion's is part of the baseline of the tokens behind. The expected gradient
             is the same, with less noise, if the reward can tell from half an answer. Costs a call of each reward a prefix.
+        gae_lambda (`float`, *optional*, defaults to `1.0`):
+            λ of generalized advantage estimation, from one rewarded prefix to the next, from 0 to 1. Below 1, what a prefix
+            predicts counts in part in place of what comes later: less noise, some bias. Needs `prefix_reward_steps`.
         logprob_reduction (`str`, *optional*, defaults to `"mean"`):
             How token log-probabilities enter the policy loss: their `"mean"` over a completion's tokens (the
             convention of the published learning rates and `alpha`) or their `"sum"` (as derived).
@@ -94,6 +97,7 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
     normalize_advantages: bool = False
     reward_clip_range: list[float] | None = None
     prefix_reward_steps: int | None = None
+    gae_lambda: float = 1.0
     logprob_reduction: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self):
@@ -119,6 +123,9 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             require(
                 self, fits, "steps_per_generation", "gives several updates, which `prefix_reward_steps` does not serve"
             )
+        require(self, 0.0 <= self.gae_lambda <= 1.0, "gae_lambda", "must be from 0 to 1")
+        if self.prefix_reward_steps is None:
+            require_defaults(self, "has no effect; set `prefix_reward_steps`", "gae_lambda")
         require(self, math.isfinite(self.baseline_constant), "baseline_constant", "must be a finite number")
         if self.baseline != "constant":
             require_defaults(self, "has no effect; set `baseline='constant'`", "baseline_constant")

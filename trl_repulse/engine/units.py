@@ -74,8 +74,8 @@ class CompletionSet:
     engine_ratio: torch.Tensor | None = None  # (U, n, T) or (U, n, 1): TRL's correction of the engine's probabilities
     log_p: torch.Tensor | None = None  # under the policy that was sampled
     drawn_log_p: torch.Tensor | None = None  # under the sampler or proposal that drew them
-    ref_log_p: torch.Tensor | None = None  # (U, n), of completions under the reference
-    corrections: torch.Tensor | None = None  # (U, n, T): what the rewards of prefixes add to advantages
+    ref_log_p: torch.Tensor | None = None  # under the reference
+    values: torch.Tensor | None = None  # (U, n, T): what the rewards of prefixes predict of the whole one
     coefficients: torch.Tensor | None = None  # (U, n): what the negative term multiplies log-probabilities with
     weights: torch.Tensor | None = None  # (U, n): normalized importance weights under the proposal's target
     contrast: torch.Tensor | None = None  # (U, n) or (U, n, T): what a proposal's loss needs of a whole prompt
@@ -115,7 +115,7 @@ class Units:
     prompt_mask: torch.Tensor  # (U, L)
     own: CompletionSet
     extra: CompletionSet | None = None
-    advantages: torch.Tensor | None = None  # (U, n)
+    advantages: torch.Tensor | None = None  # (U, n), or (U, n, T) with the rewards of prefixes
     returns: torch.Tensor | None = None  # (U, n)
     rows: torch.Tensor | None = None  # (U, n): places among this process's rows of the generation batch
 

@@ -185,19 +185,20 @@ def compute_advantages(
     return torch.where(scored, advantages, 0.0)
 
 
-def prefix_advantages(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> torch.Tensor:
+def prefix_values(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> torch.Tensor:
     """
-    Rewards less what the reward of a prefix predicts, a baseline for the tokens behind it.
+    What the reward of a prefix predicts of the whole completion's: the values of the tokens behind it.
 
-    For each prefix a line is fitted to the other completions, so that the baseline of a token depends on nothing that follows it: the
-    expected gradient stays the same. The mean square of the prefix rewards is added to the slope's denominator, which shrinks it.
+    For each prefix a line is fitted to the other completions, so that the value of a token depends on nothing that follows it: as a
+    baseline it leaves the expected gradient the same. The mean square of the prefix rewards is added to the slope's denominator, which
+    shrinks it.
 
     Args:
         rewards (`torch.Tensor`): Rewards of shape (B,), of all completions of the batch; NaN leaves one out.
         prefix_rewards (`torch.Tensor`): Rewards of S prefixes of each, of shape (B, S); NaN counts as the mean.
 
     Returns:
-        `torch.Tensor`: Of shape (B, S), detached, 0 for a completion that is left out or has no other.
+        `torch.Tensor`: Of shape (B, S), detached; 0 for a completion that is left out, and its own reward for one without others.
     """
     require_shape("prefix_rewards", prefix_rewards, (len(rewards), -1))
     # Some devices have no float64
@@ -211,8 +212,8 @@ def prefix_advantages(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> to
     xy = (x * y).sum(0) - x * y - n * mean_x * mean_y
     spread = x.square().sum(0) / w.sum().clamp(min=1)
     slope = torch.where(spread > 0, xy / (xx + spread).clamp(min=torch.finfo(x.dtype).tiny), 0.0)
-    advantages = (y - mean_y - slope * (x - mean_x)).masked_fill(w.sum() < 2, 0.0)
-    return (advantages * w).to(rewards)
+    values = mean_y + slope * (x - mean_x) if w.sum() > 1 else y.expand_as(x)
+    return (values * w).to(rewards)
 
 
 AlphaNormalization = Literal["samples", "none"]

@@ -8,7 +8,7 @@ TRL's GRPO has the clipped surrogate of the policy, for advantages of shape (B, 
 [`~trl_repulse.math.objective.kl_token_rewards`].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +21,11 @@ def _alone(totals: torch.Tensor) -> torch.Tensor:
 
 
 def generalized_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, gae_lambda: float = 0.95
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float = 1.0,
+    gae_lambda: float | Sequence[float] = 0.95,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Generalized advantage estimation ([Schulman et al., 2016](https://huggingface.co/papers/1506.02438)).
@@ -34,8 +38,8 @@ def generalized_advantages(
             Token rewards, V(s_t) in units of reward, and mask, with zeros anywhere, all of shape (B, T).
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount γ per token, from 0 to 1.
-        gae_lambda (`float`, *optional*, defaults to `0.95`):
-            λ, from 0 (A_t = δ_t) to 1 (A_t is the discounted sum of rewards minus V(s_t)).
+        gae_lambda (`float` or `Sequence[float]`, *optional*, defaults to `0.95`):
+            λ, from 0 (A_t = δ_t) to 1 (A_t is the discounted sum of rewards minus V(s_t)), or one for each of the T positions.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Advantages and returns (advantage + value, the values' regression target), each of
@@ -52,10 +56,11 @@ def generalized_advantages(
     values = values.detach().to(dtype).masked_fill(~counts, 0.0)
     advantages = torch.zeros_like(rewards)
     running = next_value = rewards.new_zeros(rewards.size(0))  # (B,)
+    lambdas = gae_lambda if isinstance(gae_lambda, Sequence) else [gae_lambda] * rewards.size(1)
     for t in reversed(range(rewards.size(1))):
         counted = counts[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(counted, delta + gamma * gae_lambda * running, running)
+        running = torch.where(counted, delta + gamma * lambdas[t] * running, running)
         next_value = torch.where(counted, values[:, t], next_value)
         advantages[:, t] = torch.where(counted, running, 0.0)
     return advantages, advantages + values

@@ -47,8 +47,8 @@ class Services:
         beta (`float`): KL coefficient.
         state (`Callable`): Gives the state of training.
         micro_batches (`Callable`): Gives the number of micro-batches of the current update.
-        reference_log_prob (`Callable`): Takes units and a set of their samples, and gives the log-probabilities (nats) of completions
-            under the reference, `(U, n)`.
+        reference_log_prob (`Callable`): Takes units and a set of their samples, and gives the log-probabilities (nats) of tokens
+            under the reference, `(U, n, T)`.
         returns (`Callable`): Takes a set of samples and their log-probabilities under the policy, and gives transformed rewards less the
             KL penalty, `(U, n)`.
     """

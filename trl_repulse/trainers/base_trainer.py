@@ -429,7 +429,7 @@ class BaseTrainer(GRPOTrainer):
         if self.beta == 0.0:
             return torch.zeros_like(samples.rewards)
         assert log_p is not None and samples.ref_log_p is not None
-        return sequence_log_prob(log_p, samples.mask) - samples.ref_log_p
+        return sequence_log_prob(log_p, samples.mask) - sequence_log_prob(samples.ref_log_p, samples.mask)
 
     def _returns(self, samples: CompletionSet, log_p: torch.Tensor | None) -> torch.Tensor:
         """What the policy maximizes: transformed reward less the KL penalty, of each completion, `(U, n)`."""
@@ -483,14 +483,12 @@ class BaseTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % args.steps_per_generation]
 
     def _reference_log_prob(self, units: Units, samples: CompletionSet) -> torch.Tensor:
-        """Log-probability of each completion under the reference model, `(U, n)`, nats."""
+        """Log-probabilities of tokens under the reference model, `(U, n, T)`, nats."""
         units = Units(units.prompt_ids, units.prompt_mask, samples)
         if self.ref_model is not None:
-            log_ref = self._scoring.score(self.ref_model, units, self.shape, gradient=False).log_p["own"]
-        else:  # an adapter over the reference, or beside a frozen copy of itself
-            with use_reference(self.accelerator.unwrap_model(self.model)):
-                log_ref = self._scoring.score(self.model, units, self.shape, gradient=False).log_p["own"]
-        return sequence_log_prob(log_ref, samples.mask)
+            return self._scoring.score(self.ref_model, units, self.shape, gradient=False).log_p["own"]
+        with use_reference(self.accelerator.unwrap_model(self.model)):  # an adapter, or beside a frozen copy of itself
+            return self._scoring.score(self.model, units, self.shape, gradient=False).log_p["own"]
 
     # Hooks of TRL: sampling and rewards
 

@@ -16,7 +16,8 @@ from ..engine.logs import Moments, mean
 from ..engine.records import REPULSE_PAPER
 from ..engine.scoring import SetScores
 from ..engine.units import EXTRA, OWN, Shape, Units, local_rows, to_prompts, to_units
-from ..math.objective import WeightedSamples, compute_advantages, prefix_advantages, repulse_loss
+from ..math.objective import WeightedSamples, compute_advantages, kl_token_rewards, prefix_values, repulse_loss
+from ..math.ppo import generalized_advantages
 from .base_trainer import BaseTrainer
 
 
@@ -94,7 +95,7 @@ class ReinforceTrainer(BaseTrainer):
         units = self._drawing.draw_own(rows, shape)
         own, self._local_batch_rows = units.own, len(rows)
         if shape.training and self.args.prefix_reward_steps is not None:
-            own.corrections = self._corrections(rows, units)
+            own.values = self._prefix_values(rows, units)
         if self.beta != 0.0:
             own.ref_log_p = self._reference_log_prob(units, own)
         scores = SetScores()
@@ -106,9 +107,8 @@ class ReinforceTrainer(BaseTrainer):
             scores = self._scoring.score(self.model, units, shape, gradient=False)
         return self._credit(units, scores, shape)
 
-    def _corrections(self, rows: list[dict[str, Any]], units: Units) -> torch.Tensor:
-        """What rewards of prefixes add to the advantage of each token, `(U, n, T)`: `prefix_advantages` less those of whole rewards. A
-        collective call."""
+    def _prefix_values(self, rows: list[dict[str, Any]], units: Units) -> torch.Tensor:
+        """What rewards of prefixes predict of the whole rewards, at each token, `(U, n, T)`. A collective call."""
         own, steps, accelerator = units.own, self.args.prefix_reward_steps, self.accelerator
         prompts = [row["prompt"] for row in rows]
         prompt_ids = [ids[mask != 0].tolist() for ids, mask in zip(units.prompt_ids, units.prompt_mask, strict=True)]
@@ -131,13 +131,8 @@ class ReinforceTrainer(BaseTrainer):
             self._rewards_prefixes = False
             self._pending_metrics.clear()
             self._pending_extra_logs.clear()
-        of_whole = compute_advantages(rewards.view(-1, self.shape.generations)).view(-1, 1)
-        corrected = prefix_advantages(rewards, torch.stack(of_prefixes, dim=1))  # (B_all, S)
-        if of_whole.any():
-            noise = corrected.square().mean() / of_whole.square().mean()
-            self._logs_of_run.metrics["prefix/noise"].append(noise.item())
-        local = (corrected - of_whole)[local_rows(accelerator, len(rows))]  # (B, S)
-        return local.repeat_interleave(steps, dim=1)[:, : own.ids.size(-1)].view_as(own.ids)
+        values = prefix_values(rewards, torch.stack(of_prefixes, dim=1))[local_rows(accelerator, len(rows))]  # (B, S)
+        return values.repeat_interleave(steps, dim=1)[:, : own.ids.size(-1)].view_as(own.ids)
 
     def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
@@ -176,7 +171,34 @@ class ReinforceTrainer(BaseTrainer):
         self._log_returns(own.rewards, kl, own.mask.sum(), kl.nansum())
         assert units.rows is not None
         self._tables.record_advantages(units.rows, advantages, self._local_batch_rows)
+        if own.values is not None:
+            of_completions = advantages.unsqueeze(-1).expand_as(own.mask)
+            advantages = self._token_advantages(units, scores, generations)
+            squares = [(each.square() * own.mask).sum() for each in (advantages, of_completions)]
+            self._logs_of_run.token_mean("prefix/noise", *squares)
         return replace(units, advantages=advantages, returns=returns)
+
+    def _token_advantages(self, units: Units, scores: SetScores, generations: int) -> torch.Tensor:
+        """Generalized advantages of tokens, `(U, n, T)`, from the values of prefixes and, with a KL penalty, the mean of what the prompt's
+        other completions have of it from there on. A collective call."""
+        own = units.own
+        values, rewards, left_out = own.values, self._transform(own.rewards), own.rewards.isnan().unsqueeze(-1)
+        assert values is not None
+        log_p = log_ref = torch.zeros_like(values)
+        if self.beta != 0.0:
+            assert own.ref_log_p is not None
+            log_p, log_ref = scores.of(OWN, own), own.ref_log_p
+            penalties = kl_token_rewards(log_p, log_ref, torch.zeros_like(rewards), self.beta, own.mask)
+            later = penalties.flip(-1).cumsum(-1).flip(-1).masked_fill(left_out, torch.nan)
+            of_prompts = to_prompts(self.accelerator, later, generations).transpose(1, 2)  # (P, T, N)
+            of_others = of_prompts - compute_advantages(of_prompts.flatten(0, 1)).view_as(of_prompts)
+            values = values + to_units(self.accelerator, of_others.transpose(1, 2), rewards).nan_to_num(0.0)
+        token_rewards = kl_token_rewards(log_p, log_ref, rewards, self.beta, own.mask)
+        steps, width = self.args.prefix_reward_steps, values.size(-1)
+        lambdas = [self.args.gae_lambda if t % steps == 0 else 1.0 for t in range(1, width + 1)]
+        of_rows = (token_rewards.view(-1, width), values.view(-1, width), own.mask.view(-1, width))
+        advantages, _ = generalized_advantages(*of_rows, gae_lambda=lambdas)
+        return advantages.view_as(values).masked_fill(left_out, 0.0)
 
     # Step 4: the policy's loss
 
@@ -199,9 +221,7 @@ class ReinforceTrainer(BaseTrainer):
         own, extra, advantages = units.own, units.extra, units.advantages
         assert advantages is not None
         if own.coefficients is not None:
-            advantages = advantages + own.coefficients
-        if own.corrections is not None:
-            advantages = advantages.unsqueeze(-1) + own.corrections
+            advantages = advantages + own.coefficients.view(advantages.shape[:2] + (1,) * (advantages.dim() - 2))
         samples = WeightedSamples(scores.log_p[OWN], own.mask, advantages, own.log_p)
         negative = None
         if extra is not None and extra.coefficients is not None:
