@@ -48,8 +48,7 @@ def describe_error(error: BaseException) -> str:
             module = next((word for word in re.findall(r"\w+", error.name) if word in EXTRAS), module)
         remedy = "Install the package that has it, or put its folder on `PYTHONPATH`."
         parts.append(f'Run `pip install "trl-repulse[{EXTRAS[module]}]"`.' if module in EXTRAS else remedy)
-    place = _place(error) if from_reward(error) else None
-    if place is not None:
+    if from_reward(error) and (place := _place(error)) is not None:
         parts.append(f"In {place}.")
     lines = [" ".join(part.split()) for part in parts]
     return " ".join([*(line if line[-1:] in ".!?" else f"{line}." for line in lines[:-1]), lines[-1]])

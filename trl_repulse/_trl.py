@@ -148,8 +148,7 @@ def hook_changes() -> list[str]:
 def require_hooks() -> None:
     """Raises a `RuntimeError` with a TRL or transformers in which anything of [`HOOKS`] has moved. Warns once, on the main process, of a
     TRL newer than those tested. Accelerate's state must be initialized, as by a configuration."""
-    changes = hook_changes()
-    if changes:
+    if changes := hook_changes():
         raise RuntimeError(
             f"Methods that trl-repulse builds on have changed: {'; '.join(changes)}. {_ADVICE} Look for patches of TRL and transformers."
         )

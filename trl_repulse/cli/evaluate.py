@@ -95,8 +95,7 @@ def _check(args: argparse.Namespace) -> None:
         unset: dict[str, Any] = dict.fromkeys((*names, *SETTINGS))
         unset |= {"reward_kwargs": {}, "apply_chat_template": False, "trust_remote_code": False}
         unset |= {"split": "train", "prompt_column": "prompt"}
-        given = [name for name, default in unset.items() if getattr(args, name, default) != default]
-        if given:
+        if given := [name for name, default in unset.items() if getattr(args, name, default) != default]:
             raise ValueError(f"`--{given[0]}` has no effect without `--model`; name the model, or leave it out.")
         return
     if len(args.folders) > 1:

@@ -18,7 +18,6 @@ def main(argv: list[str]) -> int:
     arguments, config = build_parser().parse_args_and_config(argv)
     from ..evaluation.gcg.evaluator import launch
 
-    report = launch(arguments, config)
-    if report:
+    if report := launch(arguments, config):
         print(report)
     return 0

@@ -29,8 +29,7 @@ _ARGUMENTS = """
 
 def check_template_variables(variables: dict[str, Any] | None, allowed: tuple[str, ...] = ()) -> None:
     """Raises `ValueError` if `chat_template_kwargs` holds an argument of `apply_chat_template` that is not in `allowed`."""
-    wrong = [name for name in _ARGUMENTS if name in (variables or {}) and name not in allowed]
-    if wrong:
+    if wrong := [name for name in _ARGUMENTS if name in (variables or {}) and name not in allowed]:
         raise ValueError(
             f"`chat_template_kwargs` has `{'`, `'.join(wrong)}`: no variable of a chat template, but set where it is applied; leave it "
             "out. A template is set as `tokenizer.chat_template`, tools are an argument of the trainer."

@@ -103,8 +103,7 @@ def find_checkpoint(resume_from_checkpoint: str | Path | bool, output_dir: str) 
     folders = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()]
     numbered = {int(number): path for path in folders if (number := path.name.split("-", 1)[1]).isdigit()}
     for _, checkpoint in sorted(numbered.items(), reverse=True):
-        reason = why_incomplete(checkpoint)
-        if reason is None:
+        if (reason := why_incomplete(checkpoint)) is None:
             return str(checkpoint)
         logger.warning("%s is not complete (%s) and is passed over.", checkpoint, reason)
     raise ValueError(f"There is no complete checkpoint in {output_dir}; start without `resume_from_checkpoint`.")
@@ -325,8 +324,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         if now[name] is not None and before[name] is not None:
             keys = sorted(key for key in now[name] if key in before[name] and now[name][key] != before[name][key])
             before[name], now[name] = ({key: settings[name][key] for key in keys} for settings in (before, now))
-    recorded = position["prompt"]
-    if recorded is not None:
+    if (recorded := position["prompt"]) is not None:
         text = _rendered(trainer, recorded["messages"])["text"]
         if text != recorded["text"]:
             raise ValueError(
@@ -336,8 +334,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         if "strftime_now" in str(trainer.chat_template or trainer.processing_class.chat_template):
             before.pop("chat_template_kwargs", None)  # they make the same prompts
     changed = [name for name in now if name in before and now[name] != before[name]]
-    refused = [name for name in changed if name not in (*_REPORTED, *_REPORTED_OF_MODELS)]
-    if refused:
+    if refused := [name for name in changed if name not in (*_REPORTED, *_REPORTED_OF_MODELS)]:
         name = refused[0]
         shown = f"`{name}={now[name]!r}`" if name in vars(trainer.args) else f"{name}: {now[name]!r}"
         raise ValueError(

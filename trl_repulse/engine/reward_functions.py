@@ -71,8 +71,7 @@ def _check_parameters(function: Callable[..., Any]) -> None:
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    missing = [name for name in ALWAYS_PASSED if name not in parameters]
-    if missing:
+    if missing := [name for name in ALWAYS_PASSED if name not in parameters]:
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
             f"The reward function '{name}' does not take `{'`, `'.join(missing)}`, which trainers pass by name; add `**kwargs` to its "

@@ -165,8 +165,7 @@ def attempts(
 ) -> tuple[Dataset, int]:
     """The prompts of an attack, with the columns `behavior` and `prefill`, and the number of completions to draw of each. Raises
     `ValueError` if a text names a column that is missing, or a behaviour does not end with a user's message."""
-    taken = {"behavior", "prefill"} & {*behaviors.column_names}
-    if taken:
+    if taken := {"behavior", "prefill"} & {*behaviors.column_names}:
         raise ValueError(f"The behaviours have a column `{min(taken)}`, which attacks write; rename it.")
     variants = settings.num_samples if attack.augment else 1
     rng = random.Random(f"{attack.name} {settings.seed}")

@@ -158,8 +158,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
         csv.field_size_limit(limit)
     if not names:
         raise ValueError(f"`{path}` is empty; draw completions to label with `trl-repulse audit`.")
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
+    if missing := [name for name in COLUMNS if name not in names]:
         raise ValueError(f"`{path}` has no column `{missing[0]}`; keep all columns that `trl-repulse audit` wrote.")
     for number, row in enumerate(rows, 1):
         row["row"] = str(number)

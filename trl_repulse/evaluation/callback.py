@@ -116,8 +116,7 @@ class TailReportCallback(TrainerCallback):
     def _report(self, update: int, control: TrainerControl) -> None:
         """Samples, estimates and logs; an update whose samples lack rewards gets no report. All processes must call it."""
         rewards = self._draw_rewards()
-        num_missing = int(np.isnan(rewards).sum())
-        if num_missing:  # do not end a run for its report
+        if num_missing := int(np.isnan(rewards).sum()):  # do not end a run for its report
             logger.warning(
                 "No tail report at update %d: %d of %d held-out completions got no reward, and it needs one for each.",
                 *(update, num_missing, rewards.size),

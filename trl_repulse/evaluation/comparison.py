@@ -127,8 +127,7 @@ def _check_pair(one: SampleSet, other: SampleSet) -> None:
         headers.append({"prompts": prompts, "rewards": samples.header["rewards"], "settings": settings})
         if None not in (one.header["reference"], other.header["reference"]):
             headers[-1]["reference"] = samples.header["reference"]
-    name = header_difference(*headers)
-    if name is not None:
+    if (name := header_difference(*headers)) is not None:
         raise ValueError(
             f"`{other.folder}` and `{one.folder}` were sampled with another `{name}`; compare samples of the same prompts, rewards, "
             f"reference and length{remedy(name)}."

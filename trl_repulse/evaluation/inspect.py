@@ -181,8 +181,7 @@ def _sample(number: int, row: dict[str, Any]) -> Sample:
     """Inspect's sample of a row, whose other columns become metadata. Raises `ValueError` for a role that is not in [`_ROLES`]."""
     prompt = row.pop("prompt")
     if not isinstance(prompt, str):
-        unknown = {each["role"] for each in prompt} - set(_ROLES)
-        if unknown:
+        if unknown := {each["role"] for each in prompt} - set(_ROLES):
             raise ValueError(
                 f"Prompt {number} has a message of the role {min(unknown)!r}, which Inspect's task does not take."
             )
@@ -330,8 +329,7 @@ def load_inspect_log(path: str | Path) -> SampleSet:
     rows: dict[Any, list[Any]] = {}
     for sample in samples:
         rows.setdefault(sample.id, []).append(sample)
-    failed = [f"sample {each.id}, epoch {each.epoch}: {each.error.message}" for each in samples if each.error]
-    if failed:
+    if failed := [f"sample {each.id}, epoch {each.epoch}: {each.error.message}" for each in samples if each.error]:
         shown = " ".join("; ".join(failed[:3]).split())
         raise ValueError(
             f"`{path}` has {len(failed)} failed samples ({shown}); correct the cause, and run `inspect eval-retry`."

@@ -49,7 +49,7 @@ def _rewarded(row: Any, where: str) -> RewardedCompletion | None:
         raise ValueError(f"{where} {fault}.")
     if type(row["completion"]) is not type(row["prompt"]) or messages_fault(row["completion"]) is not None:
         raise ValueError(f"{where} must have a `completion` of the kind of its `prompt`: text, or messages.")
-    if row["reward"] is None:
+    if (reward := row["reward"]) is None:
         return None
     reward = row["reward"]
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):

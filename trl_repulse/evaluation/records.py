@@ -97,8 +97,7 @@ def open_folder(folder: Path, header: dict[str, Any], kind: str = "samples") -> 
     if not (folder / HEADER).is_file():
         write_json(folder / HEADER, header)
         return False
-    name = header_difference(read_header(folder, kind), header)
-    if name is not None:
+    if (name := header_difference(read_header(folder, kind), header)) is not None:
         raise ValueError(
             f"`{folder}` was begun with another `{name}`; go on with the old settings{remedy(name)}, or name another folder."
         )
@@ -231,8 +230,7 @@ class SampleSet:
                 + (" Sample with a reference model to have it." if name in ("kl", "log_prob_reference") else "")
             )
         values = self.table[name].to_numpy().astype(np.float64)  # null becomes NaN
-        refused = int((~np.isfinite(values)).sum())
-        if refused:
+        if refused := int((~np.isfinite(values)).sum()):
             raise ValueError(
                 f"{refused} of {len(values)} samples in `{self.folder}` have no finite `{name}`; fix the reward, or read another column."
             )

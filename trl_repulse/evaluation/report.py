@@ -221,8 +221,7 @@ def check_same_settings(samples: Sequence[SampleSet]) -> None:
     first = samples[0]
     for each in samples:
         one, other = ({key: value for key, value in it.header.items() if key != "model"} for it in (first, each))
-        name = header_difference(one, other, ["settings.seed"])
-        if name is not None:
+        if (name := header_difference(one, other, ["settings.seed"])) is not None:
             raise ValueError(
                 f"`{each.folder}` and `{first.folder}` were sampled with another `{name}`; compare samples of the same "
                 f"prompts, rewards and settings{remedy(name)}."

@@ -76,8 +76,7 @@ def check_one_family(models: dict[str, PreTrainedModel]) -> None:
     shape = _shape(model)
     for name, other in others:
         theirs = _shape(other)
-        differing = [key for key in sorted(shape.keys() | theirs.keys()) if shape.get(key) != theirs.get(key)]
-        if differing:
+        if differing := [key for key in sorted(shape.keys() | theirs.keys()) if shape.get(key) != theirs.get(key)]:
             key = "vocab_size" if "vocab_size" in differing else differing[0]
             raise ValueError(
                 f"Models {first!r} and {name!r} cannot share an engine: `{key}` is {shape.get(key)!r} in one and "

@@ -34,8 +34,7 @@ def share_process_group(args: TrainingArguments) -> None:
 
 def check_deepspeed(accelerator: Accelerator) -> None:
     """Raises `ValueError` for what a second model cannot use: stage 0, tensor parallelism, or a section for optimizer or scheduler."""
-    stage = zero_stage(accelerator)
-    if stage is None:
+    if (stage := zero_stage(accelerator)) is None:
         return
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if stage == 0:
@@ -43,8 +42,7 @@ def check_deepspeed(accelerator: Accelerator) -> None:
             "A second model is not trained with DeepSpeed's stage 0, which does not report the gradient's norm; set "
             "`zero_stage: 1` or use plain data parallelism (`distributed_type: MULTI_GPU`)."
         )
-    named = [key for key in ("optimizer", "scheduler") if key in config]
-    if named:
+    if named := [key for key in ("optimizer", "scheduler") if key in config]:
         raise ValueError(
             f"The DeepSpeed configuration has a section `{named[0]}`, made for one model; remove it, and set `optim`, "
             "`learning_rate` and `lr_scheduler_type` in the trainer's configuration, which both models follow."

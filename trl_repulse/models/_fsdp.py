@@ -68,8 +68,7 @@ def load_weights(module: nn.Module, directory: str | Path) -> None:
         weights |= load_file(path)
     # FSDP wraps layers with checkpointed activations; files and torch's state dicts do not show it
     names = {name.replace("_checkpoint_wrapped_module.", "") for name, _ in module.named_parameters()}
-    missing = names - set(weights)  # tied ones are named and saved once
-    if missing:
+    if missing := names - set(weights):  # tied ones are named and saved once
         raise ValueError(f"{directory} lacks weights of `{type(module).__name__}`, among them `{min(missing)}`.")
     set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, strict=False))
 

@@ -77,8 +77,7 @@ def _load_adapter(auto_class: Any, name: str, revision: str | None = None, **opt
         except UserWarning as error:
             raise ValueError(f"the adapter lacks weights; save it again. ({str(error)[:200]})") from error
     own = [key for key, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
-    missing = [key for key in sorted(loading["missing_keys"]) if key.rpartition(".")[0] not in own]
-    if missing:
+    if missing := [key for key in sorted(loading["missing_keys"]) if key.rpartition(".")[0] not in own]:
         raise ValueError(f"its base `{source}` {_lacks(missing, model)}")
     model = adapted.eval().get_base_model()
     model._hf_peft_config_loaded = True  # transformers' mark of a base with an adapter

@@ -79,8 +79,7 @@ class FunctionReward:
         if self._queries or self._picks_labels:
             arguments["labels"] = pick_labels(kwargs, self.label_column, len(prompts))
         where = f"The reward function `{self.function}` of `{self.path}`"
-        lacking = sorted(self._required - arguments.keys())
-        if lacking:
+        if lacking := sorted(self._required - arguments.keys()):
             raise ValueError(f"{where} needs `{lacking[0]}`, but the data set has no such column; add it.")
         if self._queries or not self._takes_all:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
