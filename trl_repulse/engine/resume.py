@@ -68,8 +68,7 @@ class ResumedSampler(Sampler[int]):
     run would repeat the first."""
 
     def __init__(self, sampler: Any, epoch: Callable[[], int]):
-        self._sampler = sampler
-        self._epoch = epoch
+        self._sampler, self._epoch = sampler, epoch
 
     def __iter__(self) -> Iterator[int]:
         """Indices of rows; before, the generator starts anew and draws the orders of the epochs that are over."""

@@ -24,9 +24,7 @@ class TrackingCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: RLOOTrainer | GRPOTrainer):
-        self.trainer = trainer
-        self.updates = 0
-        self._micro_batches = 0
+        self.trainer, self.updates, self._micro_batches = trainer, 0, 0
         self._seconds = 0.0  # of the stretches that are over
         self._since: float | None = None  # start of the current one
 

@@ -208,8 +208,7 @@ class EngineView:
     sampling parameters for each row, and a sleep level, in `VLLMGeneration`."""
 
     def __init__(self, llm: Any, sleep_level: int):
-        self.llm = llm
-        self.sleep_level = sleep_level
+        self.llm, self.sleep_level = llm, sleep_level
         # Of each row of a process's prompts, or of all: the request for its adapter, and its sampler
         self.rows: list[tuple[Any, Sampler]] = [(None, POLICY)]
 

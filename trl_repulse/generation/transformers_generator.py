@@ -102,9 +102,7 @@ class TransformersGenerator:
     ):
         for name, lm in models.items():
             check_causal(lm, f"The model {name!r}")
-        self.models = models
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
+        self.models, self.tokenizer, self.batch_size = models, tokenizer, batch_size
         self._settings = {"max_new_tokens": max_completion_length} | generation_kwargs
         self._guards: dict[str, Guard] = {}
 

@@ -99,7 +99,7 @@ class VLLMGenerator:
         if engine is None:
             _engine.check_vllm()
             engine = _build_engine(models, tokenizer, accelerator or Accelerator(), options)
-        self.tokenizer = tokenizer
+        self.tokenizer, self._engine = tokenizer, engine
         self.pushes: Counter[str] = Counter()
         self.log_probs: list[list[float]] = []
         self._engine = engine

@@ -132,9 +132,7 @@ class AdapterView:
     """A PEFT model with one adapter active. Other attributes are the model's; `requires_grad` does not change."""
 
     def __init__(self, model: Any, layers: list[nn.Module], name: str):
-        self.model = model
-        self.name = name
-        self._layers = layers
+        self.model, self.name, self._layers = model, name, layers
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the model's passes use this adapter."""
