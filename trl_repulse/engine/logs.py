@@ -284,9 +284,8 @@ class Logs:
 
     def record_moments(self, statistics: dict[str, Callable[[Moments], float]], moments: Moments) -> None:
         """Records statistics, by the name of the metric, of values of all processes with these moments."""
-        metrics = self.metrics
         for name, statistic in statistics.items():
-            metrics[name].append(Pooled(statistic, moments))
+            self.metrics[name].append(Pooled(statistic, moments))
 
     def gathered(self, moments: Moments) -> Moments:
         """Moments over the values of all processes. A collective call."""
@@ -592,14 +591,10 @@ class Trackers:
             return
         # Not among the metrics, which are uploaded with `output_dir`; tables of completions are not
         self._completions = self._completions or type(writer)(str(Path(self._args.output_dir) / "completions"))
-        rows = tables["worst_completions"][["model", "reward", "prompt", "completion"]].astype(str)
+        columns = ["model", "reward", "prompt", "completion"]
+        rows = tables["worst_completions"][columns].astype(str)
         rows = rows.replace({r"\|": r"\\|", r"\n": "<br>"}, regex=True).values.tolist()
-        _write(
-            self._completions,
-            "worst_completions",
-            [["model", "reward", "prompt", "completion"], ["---"] * 4, *rows],
-            step,
-        )
+        _write(self._completions, "worst_completions", [columns, ["---"] * 4, *rows], step)
 
     def alert(self, title: str, text: str, step: int) -> None:
         """Sends an alert."""

@@ -51,11 +51,10 @@ def check_loadable(args: Any, peft_config: Any, **models: Any) -> None:
     policy = models["model"]
     options = args.model_init_kwargs or {}
     loading = {"trust_remote_code": options.get("trust_remote_code", args.trust_remote_code)}
-    revision = options.get("revision")
     for argument, given in models.items():
         for name in given if isinstance(given, list | tuple) else [given]:
             if isinstance(name, str):
-                own: dict[str, Any] = {"revision": revision} if name == policy else {}
+                own: dict[str, Any] = {"revision": options.get("revision")} if name == policy else {}
                 flag = f" (`--{_FLAGS[argument]}` on the command line)" if argument in _FLAGS else ""
                 config = _check(name, f"`{argument}={name!r}`{flag}", **loading, **own)
                 if argument != "model" or config is None or {"config", "max_position_embeddings"} & set(options):
@@ -175,8 +174,7 @@ def guard_model(trainer: Any, name: str, model: Any, quiet: bool) -> Guard:
             with disable_gradient_checkpointing(module, trainer.args.gradient_checkpointing_kwargs):
                 try:
                     guard = _probe_model(trainer, name, module, quiet, attention)
-                    fits = name == VALUE_MODEL or _head_fits(module, trainer.temperature)
-                    guard = replace(guard, fused_head=fits)
+                    guard = replace(guard, fused_head=name == VALUE_MODEL or _head_fits(module, trainer.temperature))
                 except ValueError as error:
                     guard = error
     of_main_process = [guard, trainer._first_batch]
@@ -274,8 +272,7 @@ def _probe_model(trainer: Any, name: str, model: nn.Module, quiet: bool, attenti
         )
     if wanted is False or why is not None:
         return replace(guard, share_prompts=False, repeat_cache=repeats)
-    config = base_of(model).config.get_text_config()
-    return replace(guard, repeat_cache=repeats, longest_row=longest_row(config))
+    return replace(guard, repeat_cache=repeats, longest_row=longest_row(base_of(model).config.get_text_config()))
 
 
 def _why_not_shared(
@@ -384,9 +381,7 @@ def _tokens(model: Any) -> torch.Tensor:
 def check_noise(model: nn.Module, name: str) -> None:
     """Raises a `ValueError` if a model's passes in training mode differ although its dropout is off. The message calls the model `name`,
     and names the settings of its configuration that can make noise."""
-    module = model
-    if name == VALUE_MODEL:  # whose head is 0 at first
-        module = base_of(model).base_model
+    module = base_of(model).base_model if name == VALUE_MODEL else model  # a value model's head is 0 at first
     ids = _tokens(model)
     with undisturbed(model, training=True):
         # Not seeded, which would seed accelerators too, where a model may not be yet

@@ -229,9 +229,8 @@ def load_position(trainer: Any, checkpoint: Path) -> None:
             batches[int(where)][name] = value.to(trainer.accelerator.device)
     if position["buffer"] is not None:
         trainer._buffered_inputs = batches
-    negative = trainer._negative
-    if negative is not None and position[_NEGATIVE_TERM] is not None:
-        negative.load_state(position[_NEGATIVE_TERM], tensors)
+    if trainer._negative is not None and position[_NEGATIVE_TERM] is not None:
+        trainer._negative.load_state(position[_NEGATIVE_TERM], tensors)
     negatives = Path(trainer.args.output_dir) / NEGATIVES
     if trainer.accelerator.is_main_process:
         size, expected = negatives.stat().st_size if negatives.is_file() else 0, position["negatives_bytes"]
@@ -277,8 +276,7 @@ def _settings(trainer: Any) -> dict[str, Any]:
     settings["reward functions"] = trainer.reward_func_names
     modules = [trainer.model, *(model.module for model in second)]
     settings |= dict.fromkeys(_ADAPTERS) | dict(zip(_ADAPTERS, map(_adapter_settings, modules), strict=False))
-    data = trainer.train_dataset
-    settings["train_dataset"] = len(data) if isinstance(data, Dataset) else None
+    settings["train_dataset"] = len(trainer.train_dataset) if isinstance(trainer.train_dataset, Dataset) else None
     return json.loads(json.dumps(settings, default=str))
 
 

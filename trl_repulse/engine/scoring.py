@@ -97,8 +97,7 @@ class Layout:
         own = self._places(hidden_states.device)[self.prompt :].view(self.count, self.width)
         first = torch.full((self.count, 1), self.prompt - 1, device=own.device)
         offsets = self.width * torch.arange(self.count, device=own.device).unsqueeze(1)
-        index = torch.cat([first, own + offsets], dim=1)  # (k, T + 1)
-        return hidden_states[:, index].flatten(0, 1)
+        return hidden_states[:, torch.cat([first, own + offsets], dim=1)].flatten(0, 1)  # at places (k, T + 1)
 
     def masks(
         self, config: PreTrainedConfig, dtype: torch.dtype, attention_mask: torch.Tensor
@@ -562,13 +561,12 @@ class Scoring:
         def log_probs(ids: torch.Tensor, mask: torch.Tensor, *by_sampler: torch.Tensor) -> Scores:
             """Scores of rows (R, S); `by_sampler` marks the completions that the second sampler's scores are needed of."""
             cut = replace(layout, prompt=ids.size(1) - layout.count * layout.width)
-            if sampler is not None and self.guard.fused_head:
-                other = sampler, by_sampler[0].flatten()
-                return token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss, *other)
-            scores = token_log_probs(model, self._accelerator, ids, mask, cut, aux_loss)
+            given = (model, self._accelerator, ids, mask, cut)
             if sampler is None:
-                return scores
-            return scores._replace(by_sampler=sampler_log_probs(model, self._accelerator, ids, mask, cut, sampler))
+                return token_log_probs(*given, aux_loss)
+            if self.guard.fused_head:
+                return token_log_probs(*given, aux_loss, sampler, by_sampler[0].flatten())
+            return token_log_probs(*given, aux_loss)._replace(by_sampler=sampler_log_probs(*given, sampler))
 
         def of_rows(ids: torch.Tensor, mask: torch.Tensor, needed: torch.Tensor, *by_sampler: torch.Tensor) -> tuple:
             if not skip_unneeded or layout.count > 1:
@@ -584,10 +582,8 @@ class Scoring:
             return shared
         joined = []
         for common, name, value in zip(shared, ("prompt_ids", "prompt_mask"), (self._pad_token_id, 0), strict=True):
-            parts = []
-            for samples in sets.values():
-                own = getattr(samples, name)
-                parts.append(common.unsqueeze(1).expand(-1, samples.ids.size(1), -1) if own is None else own)
+            owned = [(getattr(samples, name), samples.ids.size(1)) for samples in sets.values()]
+            parts = [common.unsqueeze(1).expand(-1, n, -1) if own is None else own for own, n in owned]
             length = max(part.size(2) for part in parts)
             parts = [F.pad(part, (length - part.size(2), 0), value=value) for part in parts]
             joined.append(torch.cat(parts, dim=1).flatten(0, 1))

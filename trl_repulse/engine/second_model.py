@@ -90,8 +90,7 @@ class SecondModel:
         _fsdp.check_fsdp(accelerator, module)
         check_deepspeed(accelerator)
         # Quantized models and models that ZeRO-3 has partitioned are placed when they are loaded; FSDP2 places parts
-        placed = getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2
-        if not placed:
+        if not (getattr(module, "is_quantized", False) or is_partitioned(module) or accelerator.is_fsdp2):
             module.to(accelerator.device)
         self.module = module
         self.engine: Any = module
@@ -404,8 +403,7 @@ def add_adapter(model: "PeftModel", name: str, config: "PeftConfig | None" = Non
             p.data = p.data.to(dtype)
     disable_dropout(model)  # the new adapter's; TRL has done so with all others
     model.save_pretrained = MethodType(_save_the_others, model)  # type: ignore[method-assign]
-    base: Any = model.get_base_model()
-    bind_adapters_to_checkpoints(base)
+    bind_adapters_to_checkpoints(base_of(model))
     return Adapter(model, name, weights).requires_grad_(False)
 
 

@@ -67,7 +67,6 @@ def serve_proposal(trainer: Any, proposal: SecondModel) -> None:
     """Lets the vLLM engine, or a second server, sample from the proposal too."""
     module, args, server = proposal.module, trainer.args, {}
     if args.proposal_vllm_server_base_url is not None:
-        server["server_base_url"] = args.proposal_vllm_server_base_url
-        server["group_port"] = args.proposal_vllm_group_port
+        server = {"server_base_url": args.proposal_vllm_server_base_url, "group_port": args.proposal_vllm_group_port}
     served = (module.model, module.name) if isinstance(module, Adapter) else (module,)
     trainer.vllm_generation.add("proposal", *served, **server)

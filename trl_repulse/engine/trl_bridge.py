@@ -42,9 +42,8 @@ def logged_apart(
 ) -> Iterator[dict[str, list[Any]]]:
     """Context in which TRL logs to a new table, which it gives. Afterwards `joined` gives the name and value with which each entry is added
     to the others; the running total of tokens, which is no mean, is kept as it is."""
-    metrics = tables[mode]
     inner: dict[str, list[Any]] = defaultdict(list)
-    tables[mode] = inner
+    metrics, tables[mode] = tables[mode], inner
     try:
         yield inner
     finally:

@@ -100,11 +100,10 @@ class ProposalWorld:
         for name, make in self._factories.items():
             self._pool[name] = [make()]
             _check_alike(self._pool[name][0], trainer._environment_pool[name][0])
-        tools = ", ".join(tool.__name__ for tool in trainer.tools)
         logger.warning(
             "`proposal_tools=True`: what looks for the policy's worst behaviour calls these tools, again and again, with the worst "
             "arguments it finds, and they take effect: %s. Give it tools that nothing depends on, a sandbox and no real accounts.",
-            tools,
+            ", ".join(tool.__name__ for tool in trainer.tools),
         )
 
     @contextlib.contextmanager

@@ -142,12 +142,10 @@ class HotPolicy(ExtraSamplesTerm):
             self.logs.importance("negative", log_w[has_bad], scored[has_bad])
             # P(bad) of a prompt: the mean of p / m over its samples with a reward, of which bad ones alone count
             p_bad = (log_w - log_potential).exp().masked_fill(log_w == -torch.inf, 0.0)
-            p_bad = p_bad.sum(dim=1)[scored.any(dim=1)] / scored.sum(dim=1)[scored.any(dim=1)]
-            self.logs.mean("negative/p_bad", p_bad)
+            self.logs.mean("negative/p_bad", (p_bad.sum(dim=1) / scored.sum(dim=1))[scored.any(dim=1)])
 
     def state(self) -> dict[str, Any]:
-        measured = None if self.measured is None else self.measured.state()
-        return {"threshold": measured, "choice": self.choice.state()}
+        return {"threshold": None if self.measured is None else self.measured.state(), "choice": self.choice.state()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"effects": self.choice.effects.sums}
@@ -212,9 +210,8 @@ class SamplerChoice:
     def _raise_tokens(self) -> None:
         """Replaces the tilted samplers by ones with the biases that were learned so far."""
         if self._tilts:
-            biases = self.effects.biases()
             device = self._services.accelerator.device
-            self.samplers[-len(TILTS) :] = [Sampler(bias=bias.to(device)) for bias in biases]
+            self.samplers[-len(TILTS) :] = [Sampler(bias=bias.to(device)) for bias in self.effects.biases()]
 
     def gain(self) -> float | None:
         """How much the latest extra samples helped to estimate P(bad): the second moment of n samples of the policy p, over that of n / 2 of

@@ -206,8 +206,7 @@ class LearnedProposal(ExtraSamplesTerm):
         log_p, log_q_now = scores.of(EXTRA, units.extra_samples), scores.proposal
         assert log_q_now is not None  # `score` has set it
         if units.extra_samples.contrast is None:
-            contrast = self._contrast(units, log_p, log_q, log_q_now.detach(), shape)
-            units = units.with_extra(contrast=contrast)
+            units = units.with_extra(contrast=self._contrast(units, log_p, log_q, log_q_now.detach(), shape))
         loss = self._loss(units, log_q_now, log_p)
         self.proposal.backward(loss / micro_batches)
         self.logs.mean(f"{PROPOSAL_FOLDER}/loss", loss.view(1))
@@ -276,5 +275,4 @@ class LearnedProposal(ExtraSamplesTerm):
             logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
             return (logits[:, -width - 1 : -1].float().log_softmax(dim=-1),)
 
-        rows = self.services.scoring.by_length(log_probs, input_ids, attention_mask)
-        return rows[0].view(count, m, width, -1)
+        return self.services.scoring.by_length(log_probs, input_ids, attention_mask)[0].view(count, m, width, -1)

@@ -236,8 +236,7 @@ class NegativeTerm:
         if start is None:
             return end
         state = self.services.state()
-        last = max(state.max_steps - 1, 1)
-        return geometric_schedule(start, end, min(state.global_step / last, 1.0))
+        return geometric_schedule(start, end, min(state.global_step / max(state.max_steps - 1, 1), 1.0))
 
     def log_potential(self, rewards: torch.Tensor) -> torch.Tensor:
         """log φ (nats) of each sample, of the shape of its raw (not transformed) rewards; NaN without a reward."""
@@ -288,13 +287,12 @@ class ExtraSamplesTerm(NegativeTerm):
     def weigh_early(self, units: Units, shape: Shape) -> Units:
         """As [`NegativeTerm.weigh_early`]. The scores are kept with the samples, since the policy changes before these are used."""
         wanted, extra = self.wanted(units), units.extra_samples
-        sets: tuple[str, ...] = (EXTRA, OWN)
-        needed = wanted.needed
-        if units.own.log_p is not None and wanted.sampler is None:
-            sets = (EXTRA,)
-        elif units.own.log_p is not None:  # only those that are scored under the sampler
-            needed = needed | {OWN: wanted.by_sampler[OWN]}
-        wanted = replace(wanted, sets=sets, needed=needed)
+        if units.own.log_p is None:
+            wanted = replace(wanted, sets=(EXTRA, OWN))
+        elif wanted.sampler is None:
+            wanted = replace(wanted, sets=(EXTRA,))
+        else:  # of the policy's own, only those that are scored under the sampler
+            wanted = replace(wanted, sets=(EXTRA, OWN), needed=wanted.needed | {OWN: wanted.by_sampler[OWN]})
         scores = self.services.scoring.score(self.services.model, units, shape, wanted, gradient=False)
         scores = self.score_early(units, scores, shape)
         units = units.with_extra(log_p=scores.log_p[EXTRA], drawn_log_p=self.drawn_log_p(extra, scores))

@@ -147,15 +147,13 @@ def build_proposal(
     saved, own = adapter_config(model), policy_adapter(trainer.model, None)
     # A saved adapter over the policy's base can share that base
     joins = saved is not None and own is not None and saved.base_model_name_or_path == own.base_model_name_or_path
-    if model is None or joins:
-        if saved is None or shares_base(trainer.model, args, None, saved):
-            adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
-            if saved is not None:
-                adapter.load(model)
-            return SecondAdapter(adapter, trainer.accelerator, learning_rate)
+    if (model is None or joins) and (saved is None or shares_base(trainer.model, args, None, saved)):
+        adapter = add_adapter(trainer.model, SecondAdapter.name, saved or proposal_peft_config)
+        if saved is not None:
+            adapter.load(model)
+        return SecondAdapter(adapter, trainer.accelerator, learning_rate)
     config = None if saved is not None else proposal_peft_config or peft_config
-    module: Any = _ready(model, trainer, config, quantization_config)
-    proposal = SecondModel(module, trainer.accelerator, learning_rate)
+    proposal = SecondModel(_ready(model, trainer, config, quantization_config), trainer.accelerator, learning_rate)
     with gathered_by_layer(proposal.module), as_trained(trainer, proposal.module):
         check_causal(proposal.module, "`proposal_model`")
     return proposal

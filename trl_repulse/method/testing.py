@@ -135,8 +135,7 @@ class NegativeTermTests:
         trainer.train()
         units, scores, shape, weights = seen[0]
         with torch.no_grad():
-            of_parts = trainer._negative.weigh(*cut_apart(units, scores, shape))
-        made = dict(coefficients(of_parts))
+            made = dict(coefficients(trainer._negative.weigh(*cut_apart(units, scores, shape))))
         for name, x in coefficients(weights):
             gap = made[name].reshape(x.shape) - x
             assert gap.abs().max() < 1e-5, f"coefficients of {name} samples differ where prompts are cut apart"

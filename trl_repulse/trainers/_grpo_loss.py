@@ -102,8 +102,7 @@ class GRPOLossTrainer(BaseTrainer):
         if "importance_sampling_ratio" not in batch:
             return
         mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-        gap = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask]
-        self._logs_of_run.engine_gap(gap)
+        self._logs_of_run.engine_gap((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).abs()[mask])
         self._logs_of_run.engine_ratio(batch["importance_sampling_ratio"], mask)
 
     def _engine_ratios(self, units: Units) -> torch.Tensor:
@@ -118,8 +117,7 @@ class GRPOLossTrainer(BaseTrainer):
             self.vllm_importance_sampling_clip_min,
             self.vllm_importance_sampling_clip_max,
         )
-        mask = extra.mask.flatten(0, 1).bool()
-        self._logs_of_run.engine_ratio(ratio.flatten(0, 1), mask, f"{PROPOSAL_FOLDER}/")
+        self._logs_of_run.engine_ratio(ratio.flatten(0, 1), extra.mask.flatten(0, 1).bool(), f"{PROPOSAL_FOLDER}/")
         return ratio
 
     # Loss

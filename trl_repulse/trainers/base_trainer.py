@@ -752,10 +752,8 @@ class BaseTrainer(GRPOTrainer):
                     "draw other completions than one that was not interrupted. Set it to False for the same ones."
                 )
         if not self._has_begun and self.accelerator.is_main_process:
-            if (
-                not resume_from_checkpoint
-                or Path(resume_from_checkpoint).resolve().parent != Path(output_dir).resolve()
-            ):
+            own = Path(output_dir).resolve()
+            if not resume_from_checkpoint or Path(resume_from_checkpoint).resolve().parent != own:
                 warn_of_a_run(output_dir)
             if not resume_from_checkpoint and self.args.save_negatives:
                 set_negatives_aside(output_dir)
@@ -801,8 +799,7 @@ class BaseTrainer(GRPOTrainer):
         # Before what transformers writes: its state comes last, and says that the checkpoint is complete
         checkpoint = Path(self._get_output_dir(trial)) / f"{_trl.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         # DeepSpeed's files of the policy, which an upload of checkpoints takes along, leave out frozen adapters
-        proposal = self.proposal
-        with proposal.module.frozen() if isinstance(proposal, SecondAdapter) else contextlib.nullcontext():
+        with self.proposal.module.frozen() if isinstance(self.proposal, SecondAdapter) else contextlib.nullcontext():
             begin_checkpoint(self, checkpoint)
             if not self.args.save_only_model:
                 for folder, second in self.second_models.items():  # `save_model` writes the weights

@@ -102,20 +102,19 @@ class PPOTrainer(GRPOLossTrainer):
     def _add_value_model(self) -> None:
         """Checks the value model that was built before the trainer, and makes it a second model with an optimizer of its own. Raises a
         `ValueError` if it has other tokens than the policy or cannot be trained with these settings."""
-        value, value_model = self._initial_value, self._second.get("value_model")
+        args, value, value_model = self.args, self._initial_value, self._second.get("value_model")
         prepare_scoring(base_of(value))
         with as_trained(self, value):
             check_value_model(value, self.model)
         self._guard_model(VALUE_MODEL, value)
         if isinstance(value_model, str) and value_model != self.model.config._name_or_path:
-            check_same_tokens(value_model, "`value_model`", self._tokenizer, self.args.trust_remote_code)
-        if is_peft_model(value) and self.args.activation_checkpointing:
+            check_same_tokens(value_model, "`value_model`", self._tokenizer, args.trust_remote_code)
+        if is_peft_model(value) and args.activation_checkpointing:
             value.enable_input_require_grads()
-        args = self.args
         learning_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
         self.value = SecondModel(value, self.accelerator, learning_rate)
         self.second_models[VALUE_FOLDER] = self.value
-        if self.args.value_warmup_steps > 0:  # during which only the value model is updated
+        if args.value_warmup_steps > 0:  # during which only the value model is updated
             if zero_stage(self.accelerator) is not None:
                 raise ValueError(
                     "`value_warmup_steps` does not work with DeepSpeed, which updates the policy as soon as its gradient "
@@ -228,10 +227,9 @@ class PPOTrainer(GRPOLossTrainer):
     def _learn_values(self, inputs: dict[str, torch.Tensor], denominator: torch.Tensor) -> None:
         """Value loss of a micro-batch, divided by `denominator`; in training, its gradient is accumulated. A collective call."""
         learn = self.model.training
-        input_ids, attention_mask, width = _joined(inputs)
         with self.value.gradient_sync(not learn or self.accelerator.sync_gradients):
             engine = self.value.engine if learn else self.value.module
-            values = self._values(engine, input_ids, attention_mask, width)
+            values = self._values(engine, *_joined(inputs))
             before, targets, mask = inputs["old_values"], inputs["returns"], inputs["credit_mask"]
             loss, clipped = value_loss(values, before, targets, mask, self.args.value_clip, denominator)
             if learn:
