@@ -83,8 +83,7 @@ class Parser(argparse.ArgumentParser):
             known = [*self._option_string_actions, *(f"--{name}" for name in self.others)]
             name = flag.lstrip("-").replace("-", "_")
             name = next((names[0] for names in SYNONYMS if name in names), name)  # as training commands have it
-            hint = did_you_mean(f"--{name}", known)
-            self.error(f"`{flag}` is no argument; remove it.{hint}")
+            self.error(f"`{flag}` is no argument; remove it.{did_you_mean(f'--{name}', known)}")
         revision, of_file = self.get_default("revision"), self.get_default("model")
         model = getattr(namespace, "policy", None) or getattr(namespace, "model", None)
         if None not in (revision, of_file) and getattr(namespace, "revision", None) is revision and model != of_file:

@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elsewhere.add_argument(
             f"--{name}", metavar=("RIGHT", "LABELLED"), type=int, nargs=2, help=f"judged rightly, of so many {those}"
         )
-    reading = parser.add_argument_group("report")
-    add_options(reading, "confidence", "output")
+    add_options(parser.add_argument_group("report"), "confidence", "output")
     parser.set_defaults(run=run)
 
 

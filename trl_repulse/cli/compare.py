@@ -30,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
         plot_comparison(comparisons, args.figure)
     if args.inspect_log is not None:
-        shared = comparisons[0].prompts
-        cut = [replace(each, table=each.table.slice(0, shared * each.num_samples)) for each in samples]
+        cut = [replace(each, table=each.table.slice(0, comparisons[0].prompts * each.num_samples)) for each in samples]
         write_log(args.inspect_log, cut, args.thresholds)
     total = max(each.header["prompts"].get("of", 0) for each in samples)
     prompts = f"the first {comparisons[0].prompts:,} of {total:,}" if total else f"{comparisons[0].prompts:,}"

@@ -145,8 +145,7 @@ class NegativeTermConfig:
 
     def fill_in(self) -> None:
         """Gives unset fields the defaults that depend on `proposal`. Reads and writes attributes alone: any object with them will do."""
-        defaults = _HOT_DEFAULTS if self.proposal == "hot_policy" else _PAPERS_DEFAULTS
-        for name, default in defaults.items():
+        for name, default in (_HOT_DEFAULTS if self.proposal == "hot_policy" else _PAPERS_DEFAULTS).items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
 

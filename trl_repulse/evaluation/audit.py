@@ -235,6 +235,5 @@ def known_errors(
     corrected = min(max((value + sp - 1) / (se + sp - 1), 0.0), 1.0)
     estimates = {"P(truly bad)": Estimate(corrected, ends[0], ends[1], sensitivity[1] + specificity[1])}
     for name, (k, m), (low, high) in zip(names, (sensitivity, specificity), rates, strict=True):
-        quantiles = float(np.quantile(low, miss)), float(np.quantile(high, 1 - miss))
-        estimates[name] = Estimate(k / m, *quantiles, m)
+        estimates[name] = Estimate(k / m, float(np.quantile(low, miss)), float(np.quantile(high, 1 - miss)), m)
     return Audit(threshold, estimates, {}, tuple(reasons))

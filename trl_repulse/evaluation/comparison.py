@@ -113,8 +113,7 @@ def compare_samples(
             low, high = paired_interval(a, b, bonferroni)
             ends = paired_interval(a, b, confidence)
             differences[name] = Difference(float(a.mean()), float(b.mean()), *ends, not low <= 0 <= high)
-        folders = str(first.folder), str(other.folder)
-        comparisons.append(Comparison(folders, prompts, confidence, differences))
+        comparisons.append(Comparison((str(first.folder), str(other.folder)), prompts, confidence, differences))
     return comparisons
 
 

@@ -51,7 +51,6 @@ def _rewarded(row: Any, where: str) -> RewardedCompletion | None:
         raise ValueError(f"{where} must have a `completion` of the kind of its `prompt`: text, or messages.")
     if (reward := row["reward"]) is None:
         return None
-    reward = row["reward"]
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"{where} has the reward {reward!r:.60}, which is no finite number; correct it.")
     return RewardedCompletion(row["prompt"], row["completion"], float(reward))

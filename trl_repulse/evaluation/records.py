@@ -57,10 +57,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_report(path: Path | None, content: dict[str, Any]) -> None:
     """Writes JSON as [`write_json`], with its folder, unless the path is `None`; unknown values become text, and numbers not finite `None`."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, plain_json(content))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, plain_json(content))
 
 
 def digest(content: Any) -> str:

@@ -166,8 +166,7 @@ def clopper_pearson(successes: float, failures: float, confidence: float) -> tup
     """Exact interval of a proportion (Clopper and Pearson, 1934). Counts need not be whole; at least one is above 0."""
     miss = (1 - confidence) / 2
     low = float(beta.ppf(miss, successes, failures + 1)) if successes > 0 else 0.0
-    high = float(beta.isf(miss, successes + 1, failures)) if failures > 0 else 1.0
-    return low, high
+    return low, float(beta.isf(miss, successes + 1, failures)) if failures > 0 else 1.0
 
 
 def _checked(rewards: np.ndarray, confidence: float) -> np.ndarray:

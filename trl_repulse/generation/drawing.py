@@ -249,8 +249,7 @@ def prompts_read_once(model: nn.Module, everywhere: Callable[[bool], bool] = boo
         new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(dim=1)
         if not everywhere(ids.size(1) > 1 and not bool(new.all())):
             return generate(**kwargs)
-        cache = _read_once(base, ids[new], mask[new], new.cumsum(dim=0) - 1)
-        return generate(**kwargs | to_generate(cache))
+        return generate(**kwargs | to_generate(_read_once(base, ids[new], mask[new], new.cumsum(dim=0) - 1)))
 
     with generating_by(base, generate_from_cache):
         yield

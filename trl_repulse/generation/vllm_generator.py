@@ -102,7 +102,6 @@ class VLLMGenerator:
         self.tokenizer, self._engine = tokenizer, engine
         self.pushes: Counter[str] = Counter()
         self.log_probs: list[list[float]] = []
-        self._engine = engine
         self._lora = engine.mode == "colocate" and _engine.takes_adapters(engine)
         if engine.mode == "colocate":
             engine.llm = _engine.EngineView(engine.llm, sleep_level or (1 if self._lora else 2))
@@ -317,8 +316,7 @@ class VLLMGenerator:
         from vllm.lora.request import LoRARequest
 
         if served.pushed is None or served.pushed[0] != served.version:
-            before = served.pushed
-            number = next(self._requests)
+            before, number = served.pushed, next(self._requests)
             folder = self._folder / str(number)
             _engine.write_adapter(served.engine, served.model, served.adapter, folder)
             served.pushed = (served.version, LoRARequest(f"{name}-{served.version}", number, str(folder)))

@@ -103,9 +103,7 @@ def keep_4bit_trainable(model: nn.Module, argument: str) -> None:
         return
     from bitsandbytes.nn import Linear4bit
 
-    for layer in model.modules():
-        if not isinstance(layer, Linear4bit):
-            continue
+    for layer in (module for module in model.modules() if isinstance(module, Linear4bit)):
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             raise ValueError(
                 f"{argument} has 4-bit weights that bitsandbytes has packed for inference, which carry no gradient. Load it again, "
@@ -192,8 +190,7 @@ def bind_adapters_to_checkpoints(model: PreTrainedModel) -> None:
 
     def set_bound(self, enable=True, gradient_checkpointing_func=torch_checkpoint, every_n_layers=1):
         """The model's own `_set_gradient_checkpointing`, with a function that is bound to the adapters."""
-        function = bound_to(adapter_layers(self), gradient_checkpointing_func)
-        original(self, enable, function, every_n_layers)
+        original(self, enable, bound_to(adapter_layers(self), gradient_checkpointing_func), every_n_layers)
 
     model._set_gradient_checkpointing = MethodType(set_bound, model)
     layers = adapter_layers(model)

@@ -168,8 +168,7 @@ def _check_weights(model: nn.Module, label: str) -> None:
 
 def _place(p: nn.Parameter) -> int | None:
     """Address of a weight's storage; `None` if it is empty, as under ZeRO-3."""
-    local = p.to_local() if isinstance(p, DTensor) else p
-    return local.untyped_storage().data_ptr() or None
+    return (p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() or None
 
 
 def check_causal(model: nn.Module, label: str) -> None:
@@ -205,8 +204,7 @@ def reads_ahead(model: nn.Module) -> bool:
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if device is None:
         return False
-    size = vocab_size(model)
-    tokens = [i * size // 7 for i in range(7)]  # the last ids are often unused
+    tokens = [i * vocab_size(model) // 7 for i in range(7)]  # the last ids are often unused
     ids = torch.tensor([tokens[:5], [*tokens[:2], tokens[6], *tokens[3:5]]], device=device)
     with undisturbed(model, training=False):
         outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids))

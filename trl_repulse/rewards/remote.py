@@ -117,9 +117,8 @@ class RemoteReward:
             for start in range(0, len(prompts), self.batch_size)
         ]
         token = read_token(self.token_variable)
-        headers = {"Content-Type": "application/json"} | (
-            {} if token is None else {"Authorization": f"Bearer {token}"}
-        )
+        headers = {"Content-Type": "application/json"}
+        headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
         turns = range(self._sent, self._sent + len(payloads))
         self._sent += len(payloads)
         # As many requests are under way as there are servers

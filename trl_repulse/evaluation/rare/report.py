@@ -30,9 +30,8 @@ def rare_event_report(
         `dict`: `counts`, `num_prompts`, `confidence`; `prob_bad` and `cvar`, lists with `threshold` or `level`, `value`, `low`, `high`,
         `standard_error`, `bounds`, `verdict`, `reliable`, `reasons`, `next_steps`, `diagnostics`, and `per_prompt`, the same for each prompt.
     """
-    report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": sample.num_prompts}
-    report["confidence"] = confidence
     prompts = [sample.prompt(i) for i in range(sample.num_prompts)]
+    report: dict[str, Any] = {"counts": list(sample.counts), "num_prompts": len(prompts), "confidence": confidence}
     for function, name, points in ((prob_bad, "threshold", thresholds), (cvar, "level", levels)):
         entries = report[function.__name__] = []
         for point in points:

@@ -152,8 +152,7 @@ def draw(
         for p, own in itertools.groupby(mine, key=operator.itemgetter(0)):
             rows = []
             for _, k, seed in own:
-                use_cache = guards[id(parts[k].model)].use_cache
-                with drawn_by(policy, parts[k], len(prompt_ids[p]), use_cache) as source:
+                with drawn_by(policy, parts[k], len(prompt_ids[p]), guards[id(parts[k].model)].use_cache) as source:
                     rows += engines[id(source)]([prompt_ids[p]] * counts[k], seed)
             density = _score(parts, prompt_ids[p], rows, guards, batch_size, drawn.update)
             texts_of = completion_texts(tokenizer, [prompts[p]] * len(rows), [prompt_ids[p]] * len(rows), rows)
