@@ -40,6 +40,5 @@ def test_same_bits(tmp_path):
         f"sys.argv[1:] = ['--only', 'hot, cut', '--compare', {str(file)!r}]; same_bits.main()"
     )
     done = subprocess.run([sys.executable, "-c", changed], capture_output=True, text=True, cwd=ROOT)
-    differs = "hot, cut, tilted: policy; log; first after update 1 in "
-    assert without_others(done.stdout).startswith(differs)
+    assert without_others(done.stdout).startswith("hot, cut, tilted: policy; log; first after update 1 in ")
     assert done.returncode == 1 and done.stderr.endswith("1 of 1 runs differ\n")

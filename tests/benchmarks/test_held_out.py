@@ -286,8 +286,7 @@ def test_wide_worlds_have_a_tail_of_words(tiny_world, tmp_path):
         tails.append(after[size:].sum())
         torch.testing.assert_close(after[:size] / (1 - tails[-1]), before, atol=1e-5, rtol=1e-4)
     assert 0.003 < torch.stack(tails).mean() < 0.03
-    reward_model = wide.load_reward_model()
-    assert reward_model.config.vocab_size == size + 300 and wide.hot_temperature == HOT_TEMPERATURE < 1.5
+    assert wide.load_reward_model().config.vocab_size == size + 300 and wide.hot_temperature == HOT_TEMPERATURE < 1.5
 
 
 def test_factor_of_two_methods_is_welchs():

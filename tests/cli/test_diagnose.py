@@ -204,8 +204,7 @@ def test_a_kl_that_jumps_is_seen_at_once():
         {"step": i, "kl": kl / 60, "completions/mean_length": 60.0, "reward": 0.0}
         for i, kl in enumerate((1.05, 3.42, 6.78), 1)
     ]
-    diagnosis = diagnose(rows, {"learning_rate": 0.1})
-    (finding,) = [each for each in diagnosis.findings if each.symptom == "jumping_kl"]
+    (finding,) = [each for each in diagnose(rows, {"learning_rate": 0.1}).findings if each.symptom == "jumping_kl"]
     assert "6.78 nats per completion at update 3" in finding.evidence and "`learning_rate` (now 0.1)" in finding.remedy
     assert seen([rows[0] | {"step": i, "kl": 0.1 - i / 1000} for i in (1, 2, 3)]) == []
     assert "first 20 updates" in diagnose([rows[2] | {"step": 50}]).unknown["jumping_kl"]
@@ -255,8 +254,7 @@ def test_each_symptom_has_a_section(symptom):
 
 def write(folder, log, settings=None, name="trainer_state.json"):
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"global_step": log[-1]["step"] if log else 0, "log_history": log}
-    (folder / name).write_text(json.dumps(state))
+    (folder / name).write_text(json.dumps({"global_step": log[-1]["step"] if log else 0, "log_history": log}))
     if settings is not None:
         (folder / "results.json").write_text(json.dumps({"settings": settings}))
     return folder

@@ -35,12 +35,10 @@ def command(tmp_path, model_dirs):
 def test_evaluate_command_samples_once_and_reads_often(command, tmp_path, model_dirs, capsys):
     folder, output = str(tmp_path / "s"), tmp_path / "new" / "report.json"
     options = ["--reference", model_dirs["gpt2"], "--beta", "0.1", "--reward_weights", "2"]
-    reading = ["--thresholds", "-1", "-99", "--output", str(output)]
-    assert command("--num_samples", "50", *options, *reading) == 0
+    assert command("--num_samples", "50", *options, "--thresholds", "-1", "-99", "--output", str(output)) == 0
     out = capsys.readouterr().out
     assert "| P(r < -1) |" in out and "| P(r < -99) | 0 | 0 to 0.036" in out
-    report = json.loads(output.read_text())
-    assert set(report["per_prompt"]) == {"the cat", "fish"}
+    assert set(json.loads(output.read_text())["per_prompt"]) == {"the cat", "fish"}
     assert main(["evaluate", folder, "--thresholds", "-5", "--quantiles", "0.5", "--per_prompt"]) == 0
     out = capsys.readouterr().out
     assert "| P(r < -5) |" in out and "| quantile 0.5 |" in out and "Prompt 'fish'" in out
@@ -141,8 +139,7 @@ def test_wrong_types_in_json_are_no_tracebacks(command, capsys, reward, message)
 def test_a_template_takes_further_variables(tmp_path, command):
     chat, tokenizer = save_chat(tmp_path / "chat", TEMPLATE)
     assert command("--apply_chat_template", model=chat) == 0
-    plain = load_samples(tmp_path / "s")
-    assert plain.prompts == ["the cat", "fish"]
+    assert load_samples(tmp_path / "s").prompts == ["the cat", "fish"]
     messages = [[{"role": "user", "content": text}] for text in ("the cat", "fish")]
     options = {"num_samples": 2, "max_completion_length": 2, "chat_template_kwargs": {"thinking": False}}
     arguments = (chat, Dataset.from_dict({"prompt": messages}), silent)

@@ -18,8 +18,7 @@ from ..evaluation_support import write_samples
 
 
 def options(command):
-    parser = build_parser(command)
-    (commands,) = (each for each in parser._actions if each.dest == "command")
+    (commands,) = (each for each in build_parser(command)._actions if each.dest == "command")
     return [{name.removeprefix("--") for name in each.option_strings} for each in commands.choices[command]._actions]
 
 

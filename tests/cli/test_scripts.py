@@ -162,8 +162,7 @@ def test_held_out_prompts_need_one_argument(tmp_path, caplog, command):
     settings = Path(two_tokens.config_path(command)).read_text()
     config.write_text(f"{settings}\neval_dataset_name: {tmp_path}/held_out.jsonl\nnum_final_samples: 2\n")
     flags = ["--config", str(config), "--dataset_name", f"{tmp_path}/train.jsonl", "--prompt_column", "question"]
-    metrics = run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
-    assert "eval_reward" in metrics
+    assert "eval_reward" in run(command, tmp_path / "out", *flags, "--num_generations", "16")["metrics"]
     assert ("under a `bad_reward_threshold`, and this run has none" in caplog.text) == (command == "grpo")
     with pytest.raises(ValueError, match="`per_device_eval_batch_size=8` on 1 processes is no multiple of the 16"):
         run(command, tmp_path / "out", *flags, "--num_generations", "16", "--per_device_eval_batch_size", "8")
@@ -171,8 +170,7 @@ def test_held_out_prompts_need_one_argument(tmp_path, caplog, command):
 
 @pytest.mark.parametrize("flag", ["--model_name_or_path=m", "--model-name-or-path=m"])
 def test_settings_of_the_embedded_world_are_not_those_of_another_model(flag):
-    own = ["--dataset_name", "d", "--reward_model_path", "r"]
-    _, args, model_args = parse("reinforce", [flag, *own])
+    _, args, model_args = parse("reinforce", [flag, "--dataset_name", "d", "--reward_model_path", "r"])
     assert model_args.model_name_or_path == "m" and args.max_completion_length != 24
     for other in ("--model_revision=main", "--learning_rate=1"):
         assert parse("reinforce", [other])[1].max_completion_length == 24  # the control

@@ -115,8 +115,7 @@ def test_training_and_its_table(make, path, writer, streaming):
         return [float(i) for i in range(len(prompts))]
 
     rows = load_prompts(path, streaming=streaming)
-    extra = {"processing_class": writer}
-    trainer = make(ReinforceTrainer, long_model(writer), reward, rows, extra, max_steps=3)
+    trainer = make(ReinforceTrainer, long_model(writer), reward, rows, {"processing_class": writer}, max_steps=3)
     table = BeforeAfterCallback(trainer, rows, len(PROMPTS))
     assert rendered(writer, table.dataset["prompt"]) == rendered(writer, PROMPTS)
     with warnings.catch_warnings():

@@ -38,8 +38,7 @@ def test_the_worst_is_rejected_for_the_best():
         ("a", " best", " bad", 9.0),
     ]
     assert all(row["margin"] == row["chosen_reward"] - row["rejected_reward"] for row in rows)
-    with_so_so = preference_rows(POOL, threshold=-4.0)
-    assert [row["chosen"] for row in with_so_so] == [" best", " fine", " so-so"]
+    assert [row["chosen"] for row in preference_rows(POOL, threshold=-4.0)] == [" best", " fine", " so-so"]
     assert [row["rejected"] for row in preference_rows(POOL, -4.0, 1.0, max_bad=1)] == [" worse"]
 
 
@@ -86,8 +85,7 @@ def write(path, rows):
 
 def test_rows_without_a_reward_are_left_out(tmp_path):
     row = {"prompt": "a", "completion": "b", "reward": 1.0, "step": 3}
-    path = write(tmp_path / "rows.jsonl", [row, row | {"reward": None}])
-    assert read_rewarded(path) == completions(("a", "b", 1.0))
+    assert read_rewarded(write(tmp_path / "rows.jsonl", [row, row | {"reward": None}])) == completions(("a", "b", 1.0))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +151,7 @@ def test_trls_trainers_take_the_files_unchanged(tmp_path, model_dirs, sources, m
     assert len(dataset) > 3
     config_cls, trainer_cls = {"DPO": (DPOConfig, DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[method]
     model, tokenizer = (cls.from_pretrained(model_dirs["gpt2"]) for cls in (AutoModelForCausalLM, AutoTokenizer))
-    steps = {"max_steps": 2, "per_device_train_batch_size": 2}
-    args = config_cls(output_dir=str(tmp_path / "out"), **steps, **QUIET)
+    args = config_cls(output_dir=str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=2, **QUIET)
     trainer = trainer_cls(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
 
     trainer.train()

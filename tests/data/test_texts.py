@@ -131,8 +131,7 @@ def test_words_that_the_decoder_parts(completion, text):
 
 def test_byte_level_tokenizers_decode_as_before():
     tokenizer = build_byte_level()
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(0, len(tokenizer), (200, 6), generator=generator).tolist()
+    rows = torch.randint(0, len(tokenizer), (200, 6), generator=torch.Generator().manual_seed(0)).tolist()
     ids = tokenizer(["the café"] * 200)["input_ids"]
     assert joins(tokenizer) and joins(build_words())
     texts = completion_texts(tokenizer, ["the café"] * 200, ids, rows)

@@ -89,8 +89,7 @@ def own_fields(config):
 def test_relative_links_resolve(page):
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     targets = [target.split("#")[0] for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
-    broken = [target for target in targets if target and not (page.parent / target).exists()]
-    assert not broken
+    assert not [target for target in targets if target and not (page.parent / target).exists()]
 
 
 @pytest.mark.parametrize("name", [name for name in trl_repulse.__all__ if not name.startswith("__")])

@@ -211,8 +211,7 @@ class Smaller(ast.NodeTransformer):
 def execute(code, where, names):
     for text, other in TOKENS.items():
         code = code.replace(text, other)
-    tree = ast.fix_missing_locations(Smaller().visit(ast.parse(code)))
-    exec(compile(tree, where, "exec"), names)
+    exec(compile(ast.fix_missing_locations(Smaller().visit(ast.parse(code))), where, "exec"), names)
 
 
 @pytest.mark.thorough

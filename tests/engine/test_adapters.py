@@ -204,8 +204,7 @@ def test_neither_optimizer_has_the_others_weights(make):
     trainer = make(extra={"peft_config": lora()}, max_steps=1)
     trainer.train()
     own = {name: weights(trainer.model, name) for name in ("default", "proposal")}
-    optimizers = {"default": trainer.optimizer.optimizer, "proposal": trainer.proposal.optimizer}
-    for name, optimizer in optimizers.items():
+    for name, optimizer in {"default": trainer.optimizer.optimizer, "proposal": trainer.proposal.optimizer}.items():
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert held == {id(p) for p in own[name].values()}
         before = {key: p.clone() for key, p in trainer.model.named_parameters()}
@@ -270,8 +269,7 @@ def test_one_base_and_no_redundant_passes(make):
 def test_samples_come_from_the_adapter(make, tokenizer):
     prompts = Dataset.from_dict({"prompt": ["the cat"]})
     settings = {"num_generations": 4000, "per_device_train_batch_size": 4000, "max_completion_length": 1}
-    config = lora(init_lora_weights=False)
-    trainer = make(dataset=prompts, extra={"peft_config": config}, **settings)
+    trainer = make(dataset=prompts, extra={"peft_config": lora(init_lora_weights=False)}, **settings)
     with torch.no_grad():
         for p in trainer.proposal.module.parameters():
             p.mul_(-1)

@@ -100,8 +100,7 @@ def test_an_overflow_is_the_models_own(train, kind, own):
         overflow_of(trainer, own)
         starts.extend(parameters(trainer))
 
-    settings = {"max_steps": 1, "lr_scheduler_type": "linear"}
-    trainer = train(kind, first, **settings)
+    trainer = train(kind, first, max_steps=1, lr_scheduler_type="linear")
     changed = [not torch.equal(now, start) for now, start in zip(parameters(trainer), starts, strict=True)]
     assert changed == ([False, True] if own else [True, False])
     scales = [trainer.accelerator.scaler.get_scale(), second(trainer)._scaler.get_scale()]
@@ -117,8 +116,7 @@ def test_an_overflow_is_got_over_and_resumed_from(train, tmp_path, kind):
     """The scale falls until gradients fit; resumed there, parameters and scales are those of a run in one go."""
     settings = {"max_steps": 40, "save_strategy": "steps", "save_steps": 8, "optim": "adamw_torch"}
     whole = train(kind, lambda trainer: overflow_of(trainer, False), output_dir=str(tmp_path / "out"), **settings)
-    scale = second(whole)._scaler.get_scale()
-    assert scale < OVERFLOW / 2**9 and logged(whole, "grad_norm")[-1] is not None
+    assert second(whole)._scaler.get_scale() < OVERFLOW / 2**9 and logged(whole, "grad_norm")[-1] is not None
     expected, state = parameters(whole), second(whole)._scaler.state_dict()
     for later in range(16, 41, 8):
         shutil.rmtree(tmp_path / "out" / f"checkpoint-{later}")

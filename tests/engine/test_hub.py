@@ -68,8 +68,7 @@ def test_only_the_policy_leaves(hub, push, strategy, tmp_path):
         assert (out / kept).is_file()
     assert set(hub.repositories) == {"me/out"}
     repository = hub.repositories["me/out"]
-    in_checkpoints = FULL | {"trainer_state.json"}
-    assert set(repository.files) == FULL | CARD | LOG | checkpoint_files(strategy, in_checkpoints)
+    assert set(repository.files) == FULL | CARD | LOG | checkpoint_files(strategy, FULL | {"trainer_state.json"})
     folder = repository.download(tmp_path / "fetched")
     assert same_parameters(AutoModelForCausalLM.from_pretrained(folder), trainer.model)
     assert AutoTokenizer.from_pretrained(folder)("the cat")["input_ids"]
@@ -339,8 +338,7 @@ def test_an_adapters_cards(make, tmp_path):
             for config in trainer.model.peft_config.values():
                 config.base_model_name_or_path = base
         trainer.save_model()
-        folders = [out, out / "proposal"] if proposal == "learned" else [out]
-        for folder in folders:
+        for folder in [out, out / "proposal"] if proposal == "learned" else [out]:
             card = ModelCard.load(folder / "README.md")
             assert (card.data.library_name, card.data.base_model) == ("peft", base)
             assert str(tmp_path) not in card.content and "None" not in card.text

@@ -35,8 +35,7 @@ def scores(model, count, gradient=True, temperature=None):
     rows = layout.rows(prompts, completions), layout.rows(prompt_mask, mask)
     with torch.set_grad_enabled(gradient):
         if temperature is not None:
-            sampler = Sampler(temperature)
-            found = token_log_probs(model, build_accelerator(), *rows, layout, sampler=sampler).by_sampler
+            found = token_log_probs(model, build_accelerator(), *rows, layout, sampler=Sampler(temperature)).by_sampler
             return found.view(UNITS, N, T)
         return token_log_probs(model, build_accelerator(), *rows, layout).log_p.view(UNITS, N, T)
 
@@ -140,8 +139,7 @@ def test_masks_by_hand():
     found = layout.masks(config, torch.float32, attention_mask)[0, 0].tolist()
     assert ["".join(".#"[read] for read in row) for row in found] == expected
     assert layout.positions(attention_mask).tolist() == [[0, 0, 1, 2, 1, 1]]
-    states = torch.arange(6.0).view(1, 6, 1)
-    assert layout.predicting(states).squeeze(-1).tolist() == [[1, 2, 3], [1, 4, 5]]
+    assert layout.predicting(torch.arange(6.0).view(1, 6, 1)).squeeze(-1).tolist() == [[1, 2, 3], [1, 4, 5]]
     rows = layout.rows(torch.tensor([[7, 8]]), torch.tensor([[[1, 2], [3, 4], [5, 6], [9, 9]]]))
     assert rows.tolist() == [[7, 8, 1, 2, 3, 4], [7, 8, 5, 6, 9, 9]]
 
@@ -200,8 +198,7 @@ def test_windows_inside_layers_limit_rows():
     prepare_scoring(model)
     longest = longest_row(config)
     assert longest == 40 and longest_row(GPT2Config(n_positions=32)) == 32
-    layout = Layout.cheapest(L, T, 4, 16, longest)
-    assert layout.count == 4 and Layout.cheapest(L, T, 5, 16, longest).count == 1
+    assert Layout.cheapest(L, T, 4, 16, longest).count == 4 and Layout.cheapest(L, T, 5, 16, longest).count == 1
     torch.testing.assert_close(scores(model, 4, False), alone(model), atol=1e-5, rtol=0)
     # One completion more is beyond the window: the limit is needed
     wide = Layout(L, T, 5)

@@ -200,10 +200,8 @@ def test_training_metrics_count_each_sample_once(make, monkeypatch):
 def test_rows_that_fill_up_the_last_batch_of_two_processes_do_not_count(whole, folder):
     """18 rows (PPO 9) in batches of 8 or 10 over both processes; a stream's rows are told as well."""
     run_forked([*launcher(2, None), "-m", "tests.pooled_run", str(folder)])
-    found = json.loads((folder / "result.json").read_text())
-    for name, metrics in found.items():
+    for name, metrics in json.loads((folder / "result.json").read_text()).items():
         trainer = {"cut": "repulse"}.get(name, name)
         assert metrics["without_reward"] == 1  # in the table, which has no rows that fill up a batch
         # What functions log of a process's batch cannot be told apart by rows
-        letters = {key: value for key, value in metrics.items() if key.endswith("letters")}
-        compare(metrics, whole[trainer] | letters)
+        compare(metrics, whole[trainer] | {key: value for key, value in metrics.items() if key.endswith("letters")})

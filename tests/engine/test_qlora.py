@@ -54,8 +54,7 @@ def test_optimizers_in_8_bits_resume_bit_for_bit(make, tmp_path, tokenizer, opti
     settings["model"] = str(tmp_path / "model")
     whole = make(**settings)
     whole.train()
-    states = whole.proposal.optimizer.state.values()
-    assert {state["state1"].dtype for state in states} == {torch.uint8, torch.float32}
+    assert {state["state1"].dtype for state in whole.proposal.optimizer.state.values()} == {torch.uint8, torch.float32}
     resumed = make(**settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     for one, other in ((whole.model, resumed.model), (whole.proposal.module, resumed.proposal.module)):

@@ -95,8 +95,7 @@ def test_resumed_runs_end_with_the_same_bits(run, tmp_path, case):
         shutil.copytree(tmp_path / "whole", folder)  # with what came after the checkpoint, as a killed run leaves it
         for later in range(step + 1, 7):
             shutil.rmtree(folder / f"checkpoint-{later}")
-        resumed = run(case, folder.name, resume=True, **negatives)
-        assert same(weights(resumed), expected)
+        assert same(weights(run(case, folder.name, resume=True, **negatives)), expected)
         assert (folder / "negatives.jsonl").read_bytes() == written
 
 

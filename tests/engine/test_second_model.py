@@ -140,7 +140,6 @@ def test_outputs_stay_in_float32_under_fsdp():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
-    accelerator = SimpleNamespace(is_fsdp2=True, state=SimpleNamespace(fsdp_plugin=plugin))
-    keep_precision(accelerator)
+    keep_precision(SimpleNamespace(is_fsdp2=True, state=SimpleNamespace(fsdp_plugin=plugin)))
     policy = plugin.mixed_precision_policy
     assert policy.output_dtype == torch.float32 and policy.param_dtype == torch.bfloat16

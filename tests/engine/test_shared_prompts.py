@@ -90,8 +90,7 @@ def test_a_head_that_is_padded(make, tokenizer):
     """More tokens in the model than in the tokenizer."""
     runs = []
     for share in (True, False):
-        model = build("llama", len(tokenizer) + 7)
-        runs.append(train(make, model, share, processing_class=tokenizer))
+        runs.append(train(make, build("llama", len(tokenizer) + 7), share, processing_class=tokenizer))
     assert_the_same(*runs)
 
 
@@ -186,8 +185,7 @@ def test_models_that_cannot(make, name, why, monkeypatch):
 
 
 def test_beams_are_read_with_their_prompts(make):
-    settings = {"generation_kwargs": {"num_beams": 2}, "max_steps": 1}
-    trainer = make(ReinforceTrainer, **settings)
+    trainer = make(ReinforceTrainer, generation_kwargs={"num_beams": 2}, max_steps=1)
     assert trainer._guard.share_prompts and not trainer._guard.repeat_cache
     trainer.train()
 
@@ -200,8 +198,7 @@ def test_noise_does_not_hide_what_a_model_reads(make, dropout, tokenizer):
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
     extra = {"processing_class": tokenizer}
-    trainer = make(ReinforceTrainer, model=model, extra=extra, disable_dropout=dropout == 0.0)
-    assert not trainer._guard.share_prompts
+    assert not make(ReinforceTrainer, model=model, extra=extra, disable_dropout=dropout == 0.0)._guard.share_prompts
 
 
 def test_generate_is_put_back(architecture):

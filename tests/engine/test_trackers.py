@@ -129,8 +129,7 @@ def test_tensorboard(run):
 
 def test_wandb(run):
     pytest.importorskip("wandb")
-    summary = json.loads(run[1])
-    assert set(summary) >= WANTED
+    assert set(json.loads(run[1])) >= WANTED
     tables = {
         name: [json.loads(path.read_text("utf-8")) for path in run[0].glob(f"wandb/*/files/media/table/{name}_*")]
         for name in ("completions", "proposal_completions", "worst_completions")

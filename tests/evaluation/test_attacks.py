@@ -141,8 +141,7 @@ def test_contextual_behaviours_of_harmbench(tmp_path, model_dirs):
     assert main(words) == 0
     asked = ["fish ate\n\n---\n\nthe cat", "the dog"]
     assert json.loads((tmp_path / "seen.json").read_text()) == asked
-    names = ("prompt", "say", "own")
-    found = {name: load_samples(tmp_path / "out" / "attacks" / name).prompts for name in names}
+    found = {name: load_samples(tmp_path / "out" / "attacks" / name).prompts for name in ("prompt", "say", "own")}
     own = ["fish ate ran the cat", " ran the dog"]
     assert found == {"prompt": asked, "say": [f"bad {text}" for text in asked], "own": own}
 

@@ -38,8 +38,7 @@ def test_estimates_by_hand():
     """1,000 completions: 20 bad, 30 near and 950 ordinary; of 10 each 8, 2 and 0 are truly bad."""
     sample = scored([-2.0] * 20 + [-0.5] * 30 + [1.0] * 950)
     audit = audit_judge(sample, Labels(-1.0, 0.0, (10, 10, 10), (8, 2, 0)))
-    values = {name: estimate.value for name, estimate in audit.estimates.items()}
-    assert values == {
+    assert {name: estimate.value for name, estimate in audit.estimates.items()} == {
         "P(truly bad)": ANY(0.022),
         "P(r < -1, truly bad)": ANY(0.016),
         "sensitivity of r < -1": ANY(0.016 / 0.022),
@@ -59,8 +58,7 @@ def test_one_stratum_gives_the_ends_of_clopper_and_pearson():
 
 
 def test_without_a_truly_bad_label_there_is_an_upper_end_alone():
-    sample = scored([-2.0] * 10 + [1.0] * 990)
-    audit = audit_judge(sample, Labels(-1.0, -1.0, (10, 0, 100), (0, 0, 0)))
+    audit = audit_judge(scored([-2.0] * 10 + [1.0] * 990), Labels(-1.0, -1.0, (10, 0, 100), (0, 0, 0)))
     found = audit.estimates["P(truly bad)"]
     assert found.value == found.low == 0 and 0.03 < found.high < 0.05  # 3.7 / 100 of the ordinary ones
     assert math.isnan(audit.estimates["sensitivity of r < -1"].value)
@@ -69,16 +67,14 @@ def test_without_a_truly_bad_label_there_is_an_upper_end_alone():
 
 def test_many_labels_leave_the_uncertainty_of_the_scores():
     """With the truth of each stratum all but known, the interval is that of the count of bad completions."""
-    sample = scored([-2.0] * 12 + [1.0] * 4988)
-    first = share_draws(sample.strata(-1.0, -1.0), np.random.default_rng(0))
+    first = share_draws(scored([-2.0] * 12 + [1.0] * 4988).strata(-1.0, -1.0), np.random.default_rng(0))
     (total, *_), _ = meld([12 / 5000, 0, 4988 / 5000], first, [(10**7, 10**7), (0, 1), (0, 10**9)], 0.95)
     assert total[1:] == ANY(clopper_pearson(12, 4988, 0.95), rel=0.03)
 
 
 def test_a_judge_that_is_worse_than_chance_keeps_its_interval_ordered():
     """More completions bad by the judge are fewer truly bad ones: the ends swap."""
-    sample = scored([-2.0] * 50 + [1.0] * 50)
-    audit = audit_judge(sample, Labels(-1.0, -1.0, (50, 0, 50), (5, 0, 45)))
+    audit = audit_judge(scored([-2.0] * 50 + [1.0] * 50), Labels(-1.0, -1.0, (50, 0, 50), (5, 0, 45)))
     found = audit.estimates["P(truly bad)"]
     assert found.value == ANY(0.5) and found.low < 0.45 and found.high > 0.55
 

@@ -107,8 +107,7 @@ def test_a_difference_is_shown_only_if_there_is_one():
 
 
 def test_the_reference_itself_has_no_kl():
-    generator = np.random.default_rng(0)
-    first, second = generator.normal(size=(2, 30, 4))
+    first, second = np.random.default_rng(0).normal(size=(2, 30, 4))
     before, after = made("a", first, "w"), made("b", second, "v", reference="w", kl=first + 2)
     assert compare_samples([before, after], [0])[0].differences["KL, nats per completion"].first == 0
     other = made("b", second, "v", reference="x", kl=first)
@@ -196,14 +195,12 @@ def test_other_rewards_and_references_are_refused_and_other_numbers_are_not():
 
 
 def test_the_figure_has_the_shares_and_the_paired_intervals(tmp_path, monkeypatch):
-    generator = np.random.default_rng(0)
-    values = generator.normal(size=(30, 8))
+    values = np.random.default_rng(0).normal(size=(30, 8))
     found = compare_samples([made("a", values), made("b", values + 0.5), made("c", values + 1)], [-1.0, 0.0])
     drawn = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
     plots.plot_comparison(found, tmp_path / "x.png")
-    panels = np.reshape(drawn[0].axes, (2, 2))
-    for (shares, changes), name in zip(panels, ("P(r < -1)", "P(r < 0)"), strict=True):
+    for (shares, changes), name in zip(np.reshape(drawn[0].axes, (2, 2)), ("P(r < -1)", "P(r < 0)"), strict=True):
         differences = [each.differences[name] for each in found]
         assert [bar.get_width() for bar in shares.patches] == [
             differences[0].first,

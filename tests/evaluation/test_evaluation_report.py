@@ -57,8 +57,7 @@ def test_cvar_of_a_rare_bad_reward_covers(chance):
 
 
 def test_keys_tell_thresholds_apart():
-    values = np.array([[[-1234567.0, -1234568.0, 0.0]]])
-    found = estimates(values, [-1234567.5, -1234568.5], [0.01, 0.0100000001])
+    found = estimates(np.array([[[-1234567.0, -1234568.0, 0.0]]]), [-1234567.5, -1234568.5], [0.01, 0.0100000001])
     assert found["P(r < -1234567.5)"].samples == 1 and found["P(r < -1234568.5)"].samples == 0
     assert "CVaR 0.01" in found and "CVaR 0.0100000001" in found
 

@@ -118,8 +118,7 @@ def test_ten_kills_leave_the_files_of_a_run_that_was_left_alone(tmp_path, model_
 def test_two_processes_write_what_one_writes(tmp_path, model_dirs, capsys):
     arguments = ["--model", model_dirs["gpt2"], "--num_samples", "8", "--shard_size", "3", "--thresholds", "5"]
     arguments += write_inputs(tmp_path, "[float(len(c)) for c in completions]")
-    command = ["evaluate", str(tmp_path / "two"), *arguments]
-    done = run_forked([*launcher(2, None), "-m", "trl_repulse.cli", *command])
+    done = run_forked([*launcher(2, None), "-m", "trl_repulse.cli", "evaluate", str(tmp_path / "two"), *arguments])
     assert main(["evaluate", str(tmp_path / "one"), *arguments]) == 0
     assert files(tmp_path / "one") == files(tmp_path / "two")
     written = without_others(done.stdout)

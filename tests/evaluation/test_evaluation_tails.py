@@ -175,8 +175,7 @@ def test_variances_are_those_of_resampling(seed_spread, prompt_spread):
     )
     seeds, prompts = (by_seed @ cells).mean(axis=1).var(), (by_prompt @ cells.T).mean(axis=1).var()
     both = ((by_seed @ cells) * by_prompt).sum(axis=1).var() - seeds - prompts
-    parts = [(seeds * 4 / 3, 3), (prompts * 7 / 6, 6), (-both * 28 / 18, 18)]
-    expected = combined_interval(cells.mean(), parts)
+    expected = combined_interval(cells.mean(), [(seeds * 4 / 3, 3), (prompts * 7 / 6, 6), (-both * 28 / 18, 18)])
     half = (expected[1] - expected[0]) / 2
     assert crossed_interval(cells) == pytest.approx(expected, abs=0.02 * half)
 

@@ -111,8 +111,7 @@ class TestEvaluate:
     @pytest.mark.parametrize("length", [1, 2, 3])
     def test_report_equals_naive_sums(self, length):
         policy, reference = make_policy(0), make_policy(1)
-        evaluator = make_evaluator(length, reference_model=reference)
-        report = evaluator.evaluate(policy)
+        report = make_evaluator(length, reference_model=reference).evaluate(policy)
         rewards, bad, entropy, kl = [], [], [], []
         for prompt in PROMPTS:
             completions = naive_completions(length)

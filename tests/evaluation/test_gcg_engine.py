@@ -120,8 +120,7 @@ def test_which_suffixes_survive(tokenizer):
     prompt = build_prompt(tokenizer, "the sec", TARGET)
     e, r, x = (tokenizer.convert_tokens_to_ids(token) for token in ("e", "r", "Ġx"))
     suffixes = torch.tensor([[r, e, x], [x, x, x], [x, e, r]])
-    texts = tokenizer.batch_decode(suffixes)
-    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in tokenizer.batch_decode(suffixes)]
     alone = [a == b for a, b in zip(expected, suffixes.tolist(), strict=True)]
     assert prompt.survives(suffixes, "suffix").tolist() == alone and True in alone and False in alone
     assert prompt.survives(suffixes, "off").all()
@@ -230,8 +229,7 @@ def test_a_recurrent_model_runs_without_its_cache(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         result = run_gcg(model, tokenizer, GOAL, TARGET, GCGConfig(**QUICK | {"num_steps": 1, "search_width": 8}))
     assert "The cache of MambaForCausalLM cannot be used" in caplog.text
-    loss = reference_loss(model, result.prompt_ids, result.target_ids).item()
-    assert result.loss == pytest.approx(loss, abs=1e-5)
+    assert result.loss == pytest.approx(reference_loss(model, result.prompt_ids, result.target_ids).item(), abs=1e-5)
 
 
 def test_a_cache_that_gives_other_losses_is_not_used(tokenizer, caplog, exact, monkeypatch):

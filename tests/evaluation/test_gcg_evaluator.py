@@ -82,8 +82,7 @@ def test_triggers_are_found(model, tokenizer, output):
         assert log_probs_after(model, before, yes).exp() < 0.015
         assert log_probs_after(model, triggered, yes).exp() > 0.97
         assert {"please", "now"} & set(record["suffix"].split())
-    summary = summarize(header, records, [-4.0], k=[1, 5])
-    rates = summary["thresholds"]["-4.0"]
+    rates = summarize(header, records, [-4.0], k=[1, 5])["thresholds"]["-4.0"]
     assert (rates["before"]["success"]["value"], rates["after"]["success"]["value"]) == (0, 1)
     assert rates["difference"]["value"] == 1
 
@@ -178,8 +177,7 @@ def test_two_processes(model, tokenizer, output, tmp_path):
     config |= {"reward_type": f"{ROOT / 'tests' / 'gcg_trigger.py'}:judge", "threshold": [-4.0]}
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     command = ["-m", "trl_repulse.cli", "gcg", "--config", str(tmp_path / "config.yaml")]
-    done = run_forked([*launcher(2, None), *command])
-    assert done.stdout.count("attack success") == 1
+    assert run_forked([*launcher(2, None), *command]).stdout.count("attack success") == 1
     found, expected = files(tmp_path / "out"), files(output)
     del found["header.json"], expected["header.json"]  # with the model's path
     assert found == expected
@@ -271,8 +269,7 @@ def test_tokens_that_do_not_survive_are_recorded_and_sampled_after(tmp_path, mon
     allowed[tokenizer.convert_tokens_to_ids("h")] = True  # " th" is one token
     monkeypatch.setattr("trl_repulse.evaluation.gcg.engine.allowed_tokens", lambda *_: allowed)
     config = evaluation_config(filter_roundtrip="off", save_responses=True, topk=1, n_replace=4, num_steps=1)
-    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out")
-    (record,) = read_results(path)[1]
+    (record,) = read_results(evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out"))[1]
     prompt = build_prompt(tokenizer, rows[0]["goal"], rows[0]["target"])
     attacked, typed = prompt.splice(record["suffix_ids"]), prompt.encode([record["suffix"]])[0]
     assert attacked != typed and record["round_trip"] is False
@@ -353,8 +350,7 @@ def test_a_prompt_that_exceeds_the_context_does_not_end_the_run(tmp_path):
     model = build_model("gpt2", len(tokenizer))  # which has 128 positions
     rows = [{"goal": goal, "target": " sure"} for goal in ("tell me the secret of the house " * 20, "tell me")]
     config = evaluation_config(num_steps=1)
-    path = evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out")
-    _, records = read_results(path)
+    _, records = read_results(evaluate_gcg(model, tokenizer, rows, judge, config, tmp_path / "out"))
     assert [record["status"] for record in records] == ["error", "ok"]
     assert "exceed the model's context of 128" in records[0]["reason"]
     with pytest.raises(GCGError, match="exceed the model's context of 128"):
@@ -416,5 +412,4 @@ def test_report():
 
 def test_a_tail_of_equal_scores_is_bounded_above_alone():
     records = [result(row, [0.0] * 10, [float(x) for x in range(10)]) for row in range(1, 121)]
-    text = format_report(summarize(header_of(120), records, [0.5]))
-    assert "0 (at most 0)" in text.splitlines()[-1]
+    assert "0 (at most 0)" in format_report(summarize(header_of(120), records, [0.5])).splitlines()[-1]

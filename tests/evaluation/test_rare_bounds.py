@@ -80,8 +80,7 @@ def test_a_perfect_proposal_has_no_gap():
 
 
 def test_weights_of_zero():
-    nothing = torch.full((1, 2, 3), -math.inf)
-    bound = log_z_bounds(nothing, torch.zeros(1, 2))[0]
+    bound = log_z_bounds(torch.full((1, 2, 3), -math.inf), torch.zeros(1, 2))[0]
     assert bound.lower == bound.lower_end == -math.inf
     assert bound.upper == pytest.approx(-math.log(3)) and bound.gap == math.inf
     assert bound.kl_proposal_target == (math.inf, math.inf)
@@ -107,8 +106,7 @@ def test_few_groups_that_tie_by_chance_say_little_of_their_error(groups):
     """The proposal draws nearly all of the target in one of a hundred draws; groups with one such draw each are alike."""
     log_p, log_q = torch.tensor([1 - 1e-6, 1e-6]).log(), torch.tensor([0.01, 0.99]).log()
     hits = torch.rand(3000, groups, 64, generator=torch.Generator().manual_seed(0)) < 0.01
-    log_w = torch.where(hits, *(log_p - log_q))
-    bounds = log_z_bounds(log_w, (log_p - log_q)[0].expand(3000, groups))
+    bounds = log_z_bounds(torch.where(hits, *(log_p - log_q)), (log_p - log_q)[0].expand(3000, groups))
     assert sum(bound.lower_end > 0 for bound in bounds) / 3000 < 0.025 + 2 * math.sqrt(0.025 / 3000)
     assert all(bound.lower - bound.lower_end == pytest.approx(math.log(40) / groups) for bound in bounds)
 

@@ -77,16 +77,14 @@ def test_the_policy_alone_is_plain_sampling():
 
 
 def test_a_completion_that_the_policy_cannot_draw_weighs_nothing():
-    indices = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 3]])
-    sample = sample_of(indices, (2, 2))
+    sample = sample_of(torch.tensor([[0, 1, 2, 3], [0, 1, 3, 3]]), (2, 2))
     assert sample.log_w[1].tolist()[2:] == [-math.inf, -math.inf]
     assert prob_bad(sample.prompt(1), THRESHOLD).value == 0
     assert math.isfinite(prob_bad(sample, THRESHOLD).value)
 
 
 def test_no_bad_completion_gives_the_exact_upper_bound():
-    sample = sample_of(torch.zeros(2, 30, dtype=torch.long), (20, 10), (POLICY, PROPOSAL + 0.1))
-    estimate = prob_bad(sample, THRESHOLD)
+    estimate = prob_bad(sample_of(torch.zeros(2, 30, dtype=torch.long), (20, 10), (POLICY, PROPOSAL + 0.1)), THRESHOLD)
     assert (estimate.value, estimate.low) == (0, 0)
     assert estimate.high == pytest.approx(binomtest(0, 40).proportion_ci().high)
     assert not estimate.reliable and "No completion" in estimate.reasons[-1]
@@ -114,8 +112,7 @@ def test_good_outputs_that_are_rare(chance, counts):
         generator = torch.Generator().manual_seed(seed)
         pairs = zip(models, counts, strict=True)
         drawn = torch.cat([torch.multinomial(q, n, True, generator=generator) for q, n in pairs])
-        sample = MixtureSample(rewards[drawn][None], models.log().T[drawn][None], counts)
-        estimate = prob_bad(sample, -5.0)
+        estimate = prob_bad(MixtureSample(rewards[drawn][None], models.log().T[drawn][None], counts), -5.0)
         assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
         held += estimate.low <= 1 - chance <= estimate.high
     assert held / 400 > 0.93
@@ -189,8 +186,7 @@ def test_the_upper_end_of_a_cvar_allows_for_another_quantile():
 def test_cvar_that_one_reward_makes_is_not_reliable():
     """The tail holds hundreds of completions of one weight; nearly all of the value and of the variance is one reward's."""
     rewards = torch.randn(1, 10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sample = MixtureSample(rewards, torch.zeros(1, 10_000, 1), (10_000,))
-    assert cvar(sample, 0.05).reliable
+    assert cvar(MixtureSample(rewards, torch.zeros(1, 10_000, 1), (10_000,)), 0.05).reliable
     rewards = rewards.clone()
     rewards[0, 5000] = -1e4
     estimate = cvar(MixtureSample(rewards, torch.zeros(1, 10_000, 1), (10_000,)), 0.05)
@@ -199,8 +195,7 @@ def test_cvar_that_one_reward_makes_is_not_reliable():
 
 
 def test_halves_of_a_cvar_are_cvars():
-    sample = draw((4000, 4000))
-    estimate = cvar(sample, 0.3)
+    estimate = cvar(draw((4000, 4000)), 0.3)
     assert sum(estimate.diagnostics.halves) / 2 == pytest.approx(estimate.value)
     assert estimate.diagnostics.halves == pytest.approx((estimate.value,) * 2, abs=0.5)
 
@@ -281,8 +276,7 @@ def test_efficiency_is_in_bad_outputs_of_the_policy():
 
 def test_halves_share_no_completion():
     values = torch.tensor([[1.0, 2.0, 10.0, 30.0], [1.0, 2.0, 10.0, 30.0]])
-    sample = sample_of(torch.ones(2, 4, dtype=torch.long), (2, 2))
-    assert halves(sample, values) == (5.5, 16.0)
+    assert halves(sample_of(torch.ones(2, 4, dtype=torch.long), (2, 2)), values) == (5.5, 16.0)
 
 
 def test_coverage_of_plain_and_weighted_samples():
@@ -314,8 +308,7 @@ def test_a_cvar_of_an_atom_rests_on_what_lies_below_it():
     proposals = ([0.05, 0.5, 0.45, 1e-9, 1e-9], [0.2, 0.45, 0.35, 1e-7, 1e-7])
     held = 0
     for seed in range(30):
-        sample = draw_from(rewards, (policy, *proposals), (5000,) * 3, seed)
-        estimate = cvar(sample, 0.01)
+        estimate = cvar(draw_from(rewards, (policy, *proposals), (5000,) * 3, seed), 0.01)
         held += estimate.low <= -0.0105 <= estimate.high
         assert not estimate.reliable and estimate.diagnostics.unseen_share == 1
     assert held < 20
@@ -352,8 +345,7 @@ def test_bounds_hold_whatever_proposals_miss():
         within += estimate.bounds[0] <= 1e-3 <= estimate.bounds[1]
         inside += estimate.low <= 1e-3 <= estimate.high
         verdicts.add(estimate.verdict)
-        bad = int((sample.rewards[:, :1000] < 0).sum())
-        below = binom.cdf(bad, 1000, estimate.bounds[1])
+        below = binom.cdf(int((sample.rewards[:, :1000] < 0).sum()), 1000, estimate.bounds[1])
         assert below == pytest.approx(0.025, rel=1e-6)
     assert within / 300 > 0.95 and inside / 300 < 0.8 and verdicts == {"bounds"}
 

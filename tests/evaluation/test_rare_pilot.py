@@ -252,8 +252,7 @@ def test_a_pilot_estimates_what_enumeration_knows(models, tokenizer, prompts, ev
     truth = float((evaluator.log_probs(policy).exp() * (evaluator.rewards < -2.0)).sum(1).mean())
     estimate = prob_bad(draws.sample, -2.0)
     assert estimate.low < truth < estimate.high and largest_normalization_error(draws.sample) < 4
-    texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
-    assert draws.sample.rewards[0].tolist() == reward(texts)
+    assert draws.sample.rewards[0].tolist() == reward([prompts["prompt"][0] + text for text in draws.texts[0]])
     assert tokenizer.batch_decode(draws.ids[0], skip_special_tokens=True) == draws.texts[0]
 
 

@@ -29,8 +29,7 @@ def test_log_probabilities_are_those_of_enumeration(models, tokenizer, prompts, 
     """Every completion there is, of each prompt, under each model."""
     rows = [[token for token in row if token >= 0] for row in evaluator.completion_ids.tolist()]
     for model in models:
-        exact = evaluator.log_probs(model)
-        for prompt, expected in zip(prompts["prompt"], exact, strict=True):
+        for prompt, expected in zip(prompts["prompt"], evaluator.log_probs(model), strict=True):
             found = log_prob(*completion_logits(model, [tokenizer(prompt)["input_ids"]] * len(rows), rows))
             assert torch.allclose(found, expected, atol=1e-4)
             assert float(found.exp().sum()) == pytest.approx(1, abs=1e-4)
@@ -48,8 +47,7 @@ def test_draws_estimate_what_enumeration_knows(models, tokenizer, prompts, evalu
         estimate = prob_bad(draws.sample, threshold)
         assert estimate.low < truth < estimate.high and estimate.high / estimate.low < 2.5
     assert largest_normalization_error(draws.sample) < 4
-    texts = [prompts["prompt"][0] + text for text in draws.texts[0]]
-    assert draws.sample.rewards[0].tolist() == reward(texts)
+    assert draws.sample.rewards[0].tolist() == reward([prompts["prompt"][0] + text for text in draws.texts[0]])
 
 
 class Tempered(torch.nn.Module):

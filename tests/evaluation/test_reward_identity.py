@@ -134,8 +134,7 @@ def attacked():
 
 
 def attack(attacked, judge, output, rows=ROWS[:2]):
-    config = evaluation_config(num_steps=1, num_samples=1)
-    return evaluate_gcg(*attacked, rows, judge, config, output)
+    return evaluate_gcg(*attacked, rows, judge, evaluation_config(num_steps=1, num_samples=1), output)
 
 
 def cut(output):

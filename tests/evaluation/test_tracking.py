@@ -163,8 +163,7 @@ def test_from_trainer_ends_completions_and_weighs_rewards_as_the_trainer_does(tm
     assert first in trainer.eos_token_ids
     found = ExactTrackingCallback.from_trainer(trainer, prompts, bad, initial_policy(), every=3)
     assert found.every == 3 and found.evaluator.evaluate(initial_policy()).kl == pytest.approx(0, abs=1e-6)
-    by_tokens = BadTokenTrackingCallback(trainer, prompts, bad)
-    expected = by_tokens._evaluate(policy)["log_prob_bad"]
+    expected = BadTokenTrackingCallback(trainer, prompts, bad)._evaluate(policy)["log_prob_bad"]
     assert found._evaluate(policy)["log_prob_bad"] == pytest.approx(expected, abs=1e-5)
     usual = ExactTrackingCallback.from_trainer(plain, prompts, bad)
     assert usual._evaluate(policy)["log_prob_bad"] != pytest.approx(expected, abs=1e-2)

@@ -44,7 +44,6 @@ def test_each_example_states_model_memory_and_time(path):
 )
 def test_an_example_starts_with_each_file(tmp_path, config):
     script, processes = EXAMPLES[config]
-    command = [*launcher(processes, config), f"examples/{script}.py", *TWO_UPDATES, "--output_dir", str(tmp_path)]
-    run(command)
+    run([*launcher(processes, config), f"examples/{script}.py", *TWO_UPDATES, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "results.json").read_text())["policy_updates"] == 2
     assert list(tmp_path.glob("*.safetensors"))

@@ -61,8 +61,7 @@ def test_iterative_dpo(run, tmp_path):
 def test_conditional_sft(run, tmp_path):
     before, worst, best = run("conditional_sft", *WORLD, "--num_samples", "256")
     assert worst < before - 0.5 and best > before + 0.5
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
-    assert len(tokenizer("<|reward_4|>")["input_ids"]) == 1
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("<|reward_4|>")["input_ids"]) == 1
 
 
 @pytest.mark.parametrize("name", [path.stem for path in RECIPES])
