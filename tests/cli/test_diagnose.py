@@ -290,8 +290,9 @@ def test_the_log_of_the_last_checkpoint(tmp_path):
     assert load_log(tmp_path)[2] == {"num_generations": 10}
     write(tmp_path, make_log(), SETTINGS)  # and by a training command
     assert load_log(tmp_path)[2] == SETTINGS
-    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text("{")  # a run that was interrupted
-    assert load_log(tmp_path)[0].parent == tmp_path
+    for content in ("{", '{"global_step": "11"}'):  # a run that was interrupted, or of another program
+        (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(content)
+        assert load_log(tmp_path)[0].parent == tmp_path
     assert load_log(tmp_path / "checkpoint-9")[2] == {"num_generations": 9}
 
 

@@ -310,9 +310,10 @@ def test_folders_without_results(model, tokenizer, output, tmp_path):
     ):
         read_results(tmp_path / "none")
     shutil.copytree(output, tmp_path / "copy")
-    (tmp_path / "copy" / "target-00001.json").write_text("{")
-    with pytest.raises(ValueError, match="target-00001.json` cannot be read"):
-        read_results(tmp_path / "copy")
+    for content in ("{", "[1]"):
+        (tmp_path / "copy" / "target-00001.json").write_text(content)
+        with pytest.raises(ValueError, match="target-00001.json` cannot be read"):
+            read_results(tmp_path / "copy")
     with pytest.raises(ValueError, match="header.json` is not of samples"):
         load_samples(output)
     (tmp_path / "precious").mkdir()

@@ -145,7 +145,7 @@ def load_log(folder: str | Path) -> tuple[Path, list[dict[str, Any]], dict[str, 
             unreadable.append(error)
     if not states:
         raise unreadable[0]
-    states.sort(key=lambda each: each[1].get("global_step") or 0, reverse=True)
+    states.sort(key=lambda each: step if isinstance(step := each[1].get("global_step"), int) else 0, reverse=True)
     path, state = states[0]
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):

@@ -318,7 +318,7 @@ def check_settings(trainer: Any, checkpoint: Path) -> None:
         )
     before, now = position["settings"], _settings(trainer)
     for name in _ADAPTERS:  # fields that differ, and that both versions of PEFT have
-        if now[name] is not None and before[name] is not None:
+        if now[name] is not None and before.get(name) is not None:
             keys = sorted(key for key in now[name] if key in before[name] and now[name][key] != before[name][key])
             before[name], now[name] = ({key: settings[name][key] for key in keys} for settings in (before, now))
     if (recorded := position["prompt"]) is not None:

@@ -38,8 +38,8 @@ def read_results(folder: str | Path) -> tuple[dict[str, Any], list[dict[str, Any
     header, records = read_header(folder, KIND), []
     for path in sorted(folder.glob("target-*.json")):
         try:
-            records.append(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            records.append(dict(json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"`{path}` cannot be read ({error}); delete it, and attack again.") from error
     return header, records
 
