@@ -302,9 +302,8 @@ def test_what_prefixes_predict_is_measured():
     policy = SimpleNamespace(
         tokenizer=build_tokenizer(), prompts=Dataset.from_dict({"prompt": ["a"] * 12}), ids=[[1]] * 12
     )
-    policy.args = SimpleNamespace(max_completion_length=2)
     places, tokens = [place for place in range(12) for _ in range(5)], [[int(t) + 2 for t in row] for row in drawn]
-    for known, low, high in ((1.0, 0.4, 0.75), (0.0, 0.75, 1.1)):
+    for known, low, high in ((1.0, 0.4, 0.8), (0.0, 0.99, 1.01)):
         policy.rewards = lambda places, rows, texts, known=known: np.array([known * sum(row) for row in rows])
         steps, noise = _prefixes(policy, places, tokens, drawn.sum(1) + 4.0, 5)
         assert steps == 1 and low < noise < high

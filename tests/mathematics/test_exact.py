@@ -7,10 +7,14 @@ taken as the N samples, self-normalised weights are exact, and an estimator must
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trl_repulse import ReinforceTrainer
+from trl_repulse.engine.scoring import SetScores
+from trl_repulse.engine.units import OWN, CompletionSet, Units
 from trl_repulse.math.importance import (
     distinct_share,
     log_importance_weights,
@@ -184,11 +188,7 @@ def test_eq4_gradient_notices(world, wrong):
     assert relative_error(eq4_gradient(world, wrong(world)), expected) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "baseline", ["leave_one_out", "prefixes", pytest.param("own reward", marks=pytest.mark.xfail(strict=True))]
-)
-def test_baselines_are_unbiased(baseline):
-    """Not if the fitted line saw the reward itself, the control."""
+def test_leave_one_out_is_unbiased():
     # Every ordered triple of strings is one prompt with N = 3; its probability weighs its gradient.
     world = World(ending=True)
     prob = world.string_prob(world.policy)[0]
@@ -199,16 +199,8 @@ def test_baselines_are_unbiased(baseline):
     log_p = world.raw_log_prob(table)[0][triples]  # (triples, 3, T)
     mask, reward = world.mask[0][triples], world.reward[0][triples]
 
-    def of_triple(log_p, mask, reward, tokens):
-        if baseline == "leave_one_out":
-            return reinforce_loss(log_p, mask, reward, reduction="sum")
-        prefixes = torch.cat([torch.zeros(3, 1), tokens[:, :-1].cumsum(1)], dim=1)  # of no token, of one, of two
-        prefixes = prefixes + reward.T if baseline == "own reward" else prefixes
-        advantages = reward.T - prefix_values(reward[0], prefixes)
-        return policy_gradient_loss(log_p, mask, advantages[None], "sum")
-
-    rows = zip(log_p[:, None], mask[:, None], reward[:, None], TOKENS[triples], strict=True)
-    losses = torch.stack([of_triple(*row) for row in rows])
+    rows = zip(log_p[:, None], mask[:, None], reward[:, None], strict=True)
+    losses = torch.stack([reinforce_loss(*row, reduction="sum") for row in rows])
     actual = torch.autograd.grad((triple_prob * losses).sum(), table)[0]
 
     def objective(table):
@@ -216,6 +208,52 @@ def test_baselines_are_unbiased(baseline):
         return -(world.string_prob(full)[0] * world.reward[0]).sum()
 
     assert relative_error(actual, finite_differences(objective, world.policy[:1])) <= TOLERANCE
+
+
+CONTROLS = [
+    pytest.param(*each, marks=pytest.mark.xfail(strict=True)) for each in (("own reward", 1.0), ("prefix", 0.5))
+]
+
+
+@pytest.mark.parametrize(("seen", "gae_lambda"), [("prefix", 1.0), *CONTROLS])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_token_advantages_are_unbiased(seen, gae_lambda, steps):
+    """Of the reward less a KL penalty; not if values see the completion's own reward or λ is below 1, the controls."""
+    world, beta = World(ending=True), 0.7
+    prob = world.string_prob(world.policy)[0]
+    kept = prob.nonzero().squeeze(-1)
+    triples = torch.cartesian_prod(kept, kept, kept)  # each is a batch of one prompt, N = 3
+    table, reference = world.policy[:1].clone().requires_grad_(), world.raw_log_prob(world.proposal)[0]
+    log_p, mask, reward = world.raw_log_prob(table)[0][triples], world.mask[0][triples], world.reward[0][triples]
+    prefixes = (TOKENS[triples] * mask).cumsum(-1)[..., :-1][..., steps - 1 :: steps]
+    prefixes = torch.cat([0 * prefixes[..., :1], prefixes], dim=-1)
+    prefixes = prefixes + reward.unsqueeze(-1) if seen == "own reward" else prefixes
+    values = torch.stack([prefix_values(*each) for each in zip(reward, prefixes, strict=True)])
+    values = values.repeat_interleave(steps, dim=-1)[..., :T]
+    own = CompletionSet(TOKENS[triples], mask, reward, ref_log_p=reference[triples], values=values)
+    settings = SimpleNamespace(prefix_reward_steps=steps, gae_lambda=gae_lambda)
+    trainer = SimpleNamespace(args=settings, beta=beta, accelerator=None, _transform=lambda rewards: rewards)
+    scores = SetScores(log_p={OWN: log_p})
+    advantages, _ = ReinforceTrainer._token_advantages(trainer, Units(None, None, own), scores, 3)
+    weighed = advantages * prob[triples].prod(-1)[:, None, None]
+    actual = torch.autograd.grad(policy_gradient_loss(log_p, mask, weighed, "sum", denominator=3), table)[0]
+
+    def objective(table):
+        prob = world.string_prob(torch.cat([table, world.policy[1:]]))[0]
+        kl = ((world.raw_log_prob(table)[0] - reference) * world.mask[0]).sum(-1)
+        return -(prob * (world.reward[0] - beta * kl)).sum()
+
+    assert relative_error(actual, finite_differences(objective, world.policy[:1])) <= TOLERANCE
+
+
+def test_the_only_completion_with_a_reward_pays_its_kl_penalty():
+    own = CompletionSet(torch.ones(1, 2, 2), torch.ones(1, 2, 2), torch.tensor([[3.0, torch.nan]]))
+    own.ref_log_p, own.values = -torch.ones(1, 2, 2), torch.full((1, 2, 2), 3.0)
+    trainer = SimpleNamespace(beta=0.5, accelerator=None, _transform=lambda rewards: rewards)
+    trainer.args = SimpleNamespace(prefix_reward_steps=1, gae_lambda=1.0)
+    scores = SetScores(log_p={OWN: torch.zeros(1, 2, 2)})
+    advantages, _ = ReinforceTrainer._token_advantages(trainer, Units(None, None, own), scores, 2)
+    assert advantages.tolist() == [[[-1.0, -0.5], [0.0, 0.0]]]
 
 
 @pytest.mark.parametrize("copies", [2, 5])

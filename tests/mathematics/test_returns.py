@@ -103,8 +103,9 @@ def test_advantages_refuse(returns, baseline, message):
 
 
 def test_values_of_prefixes_are_on_a_line_through_the_others():
-    rewards, prefixes = double([0.5, -2.0, NAN, 1.5, 4.0]), double([[0, 1], [0, -3], [0, 9], [0, NAN], [0, 2]])
+    rewards, prefixes = double([0.5, -2.0, NAN, 1.5, 4.0]), double([[0, 1], [0, -3], [0, 9], [0, INF], [0, 2]])
     actual = prefix_values(rewards, prefixes)
+    prefixes = prefixes.where(prefixes.isfinite(), NAN)
     kept = [0, 1, 3, 4]
     for column in range(2):
         x = (prefixes[:, column] - prefixes[kept, column].nanmean()).nan_to_num(0.0)

@@ -293,7 +293,10 @@ PPO_REFUSED += [
 ]
 
 
-PREFIXES_REFUSED = [("prefix_reward_steps", {"prefix_reward_steps": 0}), ("gae_lambda", {"gae_lambda": 0.9})] + [
+PREFIXES_REFUSED = [("gae_lambda", {"gae_lambda": 0.9})] + [
+    ("prefix_reward_steps", {"max_completion_length": 2, "prefix_reward_steps": steps}) for steps in (0, 2)
+]
+PREFIXES_REFUSED += [
     (next(iter(kwargs)), kwargs | {"prefix_reward_steps": 2})
     for kwargs in (
         {"baseline": "none"},

@@ -117,10 +117,23 @@ def test_prefixes_are_rewarded_and_give_values(make, prompts, kind, as_messages,
                 sum(gae_lambda ** (u // 2 - t // 2) * deltas[u] for u in range(t, size)) for t in range(size)
             ]
             losses.append(-(torch.tensor(advantages) * log_p[n, :size]).mean())
-            squares.append((sum(x**2 for x in advantages), size * of_whole[n].item() ** 2))
+            squares.append((sum(sum(deltas[t:]) ** 2 for t in range(size)), size * of_whole[n].item() ** 2))
     assert loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
     by_token, by_completion = map(sum, zip(*squares, strict=True))
     assert logged["prefix/noise"] == pytest.approx(by_token / by_completion, rel=1e-4)
+
+
+def test_prefixes_of_truncated_completions_are_rewarded_too(make):
+    calls = []
+
+    def reward(completion_ids, **kwargs):
+        calls.append(completion_ids)
+        return [float(sum(ids)) / len(ids) for ids in completion_ids]
+
+    settings = {"max_completion_length": 5, "pad_to_multiple_of": 16, "mask_truncated_completions": True}
+    make(ReinforceTrainer, reward_funcs=reward, prefix_reward_steps=2, max_steps=1, **settings).train()
+    whole, *cut = calls
+    assert any(len(row) == 5 for row in whole) and cut == [[row[:length] for row in whole] for length in (2, 4)]
 
 
 def test_refused_data(make):

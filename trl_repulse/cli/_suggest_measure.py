@@ -141,7 +141,7 @@ def _prefixes(
     of what the mean of a prompt's other completions leaves. `None` if rewards do not differ, or fail on a prefix."""
     count = min(len(places), completions * math.ceil(LEAST / completions))
     places, tokens, of_whole = places[:count], tokens[:count], torch.tensor(rewards[:count])
-    steps = math.ceil(policy.args.max_completion_length / PREFIXES)
+    steps = math.ceil(max(map(len, tokens)) / PREFIXES)
     prompts, rows = policy.prompts[places]["prompt"], [policy.ids[place] for place in places]
     by_prompt = compute_advantages(of_whole.view(-1, completions)).flatten()
     of_prefixes = [torch.zeros_like(of_whole)]
@@ -152,7 +152,8 @@ def _prefixes(
         of_prefixes.append(torch.tensor(policy.rewards(places, cut, texts)))
     left = (of_whole.unsqueeze(1) - prefix_values(of_whole, torch.stack(of_prefixes, dim=1))).nan_to_num(0.0).square()
     counted = torch.tensor([[min(max(len(row) - steps * n, 0), steps) for n in range(left.size(1))] for row in tokens])
-    whole = (by_prompt.square() * counted.sum(1)).sum()
+    # Without prefixes: of the batch or, if that is less, of the prompt
+    whole = torch.stack([left[:, 0], by_prompt.square()]).mul(counted.sum(1)).sum(1).min()
     return (steps, ((left * counted).sum() / whole).item()) if whole > 0 else None
 
 

@@ -117,6 +117,8 @@ class ReinforceConfig(SharedConfig, GRPOConfig):
             self.reward_clip_range = limits
         if self.prefix_reward_steps is not None:
             require_at_least(self, 1, "prefix_reward_steps")
+            fits = self.prefix_reward_steps < self.max_completion_length
+            require(self, fits, "prefix_reward_steps", "leaves no prefix of `max_completion_length` tokens")
             remedy = "has no effect with `prefix_reward_steps`"
             require_defaults(self, remedy, "baseline", "normalize_advantages", "num_iterations")
             fits = self.gradient_accumulation_steps % self.steps_per_generation == 0

@@ -195,7 +195,7 @@ def prefix_values(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> torch.
 
     Args:
         rewards (`torch.Tensor`): Rewards of shape (B,), of all completions of the batch; NaN leaves one out.
-        prefix_rewards (`torch.Tensor`): Rewards of S prefixes of each, of shape (B, S); NaN counts as the mean.
+        prefix_rewards (`torch.Tensor`): Rewards of S prefixes of each, of shape (B, S); what is not finite counts as the mean.
 
     Returns:
         `torch.Tensor`: Of shape (B, S), detached; 0 for a completion that is left out, and its own reward for one without others.
@@ -204,7 +204,7 @@ def prefix_values(rewards: torch.Tensor, prefix_rewards: torch.Tensor) -> torch.
     # Some devices have no float64
     y, x = (each.detach().cpu().double() for each in (rewards.unsqueeze(1), prefix_rewards))
     scored = ~y.isnan()  # (B, 1)
-    x = torch.where(scored, x, torch.nan)
+    x = torch.where(scored & x.isfinite(), x, torch.nan)
     x, y, w = (x - x.nanmean(dim=0)).nan_to_num(0.0), y.nan_to_num(0.0), scored.double()
     n = (w.sum() - w).clamp(min=1)  # of the others, as all below
     mean_x, mean_y = (x.sum(0) - x) / n, (y.sum() - y) / n

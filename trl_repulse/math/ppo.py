@@ -56,7 +56,7 @@ def generalized_advantages(
     values = values.detach().to(dtype).masked_fill(~counts, 0.0)
     advantages = torch.zeros_like(rewards)
     running = next_value = rewards.new_zeros(rewards.size(0))  # (B,)
-    lambdas = gae_lambda if isinstance(gae_lambda, Sequence) else [gae_lambda] * rewards.size(1)
+    lambdas = torch.as_tensor(gae_lambda, dtype=torch.float64).expand(rewards.size(1)).tolist()
     for t in reversed(range(rewards.size(1))):
         counted = counts[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ..configs import ReinforceConfig
 from ..data._texts import completion_texts
@@ -114,8 +115,11 @@ class ReinforceTrainer(BaseTrainer):
         prompt_ids = [ids[mask != 0].tolist() for ids, mask in zip(units.prompt_ids, units.prompt_mask, strict=True)]
         prompt_ids = [ids for ids in prompt_ids for _ in range(own.ids.size(1))]
         read = zip(own.ids.flatten(0, 1), own.read.flatten(0, 1), strict=True)
-        completion_ids = [ids[mask != 0].tolist() for ids, mask in read]
-        longest = accelerator.gather(torch.tensor([own.ids.size(-1)], device=own.ids.device)).max().item()
+        # A truncated completion that is masked was rewarded as it is
+        most = self.max_completion_length
+        completion_ids = [ids[mask != 0].tolist() or ids[:most].tolist() for ids, mask in read]
+        longest = torch.tensor([max(map(len, completion_ids))], device=own.ids.device)
+        longest = accelerator.gather(longest).max().item()
         rewards = self._transform(accelerator.gather(own.rewards.flatten()))  # (B_all,)
         of_prefixes = [torch.zeros_like(rewards)]
         self._rewards_prefixes = True
@@ -132,7 +136,8 @@ class ReinforceTrainer(BaseTrainer):
             self._pending_metrics.clear()
             self._pending_extra_logs.clear()
         values = prefix_values(rewards, torch.stack(of_prefixes, dim=1))[local_rows(accelerator, len(rows))]  # (B, S)
-        return values.repeat_interleave(steps, dim=1)[:, : own.ids.size(-1)].view_as(own.ids)
+        values = values.repeat_interleave(steps, dim=1)
+        return F.pad(values, (0, own.ids.size(-1) - values.size(1))).view_as(own.ids)  # a negative width cuts
 
     def _advantages_can_wait(self, shape: Shape) -> bool:
         """Whether advantages can wait for the log-probabilities of the pass that carries the gradient."""
@@ -173,14 +178,14 @@ class ReinforceTrainer(BaseTrainer):
         self._tables.record_advantages(units.rows, advantages, self._local_batch_rows)
         if own.values is not None:
             of_completions = advantages.unsqueeze(-1).expand_as(own.mask)
-            advantages = self._token_advantages(units, scores, generations)
-            squares = [(each.square() * own.mask).sum() for each in (advantages, of_completions)]
+            advantages, without_lambda = self._token_advantages(units, scores, generations)
+            squares = [(each.square() * own.mask).sum() for each in (without_lambda, of_completions)]
             self._logs_of_run.token_mean("prefix/noise", *squares)
         return replace(units, advantages=advantages, returns=returns)
 
-    def _token_advantages(self, units: Units, scores: SetScores, generations: int) -> torch.Tensor:
+    def _token_advantages(self, units: Units, scores: SetScores, generations: int) -> list[torch.Tensor]:
         """Generalized advantages of tokens, `(U, n, T)`, from the values of prefixes and, with a KL penalty, the mean of what the prompt's
-        other completions have of it from there on. A collective call."""
+        other completions have of it from there on; and those with a λ of 1. A collective call."""
         own = units.own
         values, rewards, left_out = own.values, self._transform(own.rewards), own.rewards.isnan().unsqueeze(-1)
         assert values is not None
@@ -191,14 +196,16 @@ class ReinforceTrainer(BaseTrainer):
             penalties = kl_token_rewards(log_p, log_ref, torch.zeros_like(rewards), self.beta, own.mask)
             later = penalties.flip(-1).cumsum(-1).flip(-1).masked_fill(left_out, torch.nan)
             of_prompts = to_prompts(self.accelerator, later, generations).transpose(1, 2)  # (P, T, N)
-            of_others = of_prompts - compute_advantages(of_prompts.flatten(0, 1)).view_as(of_prompts)
-            values = values + to_units(self.accelerator, of_others.transpose(1, 2), rewards).nan_to_num(0.0)
+            known, scored = of_prompts.nan_to_num(0.0), ~of_prompts.isnan()
+            count = (scored.sum(-1, keepdim=True) - scored.long()).clamp(min=1)  # of the others
+            of_others = (known.sum(-1, keepdim=True) - known) / count
+            values = values + to_units(self.accelerator, of_others.transpose(1, 2), rewards)
         token_rewards = kl_token_rewards(log_p, log_ref, rewards, self.beta, own.mask)
         steps, width = self.args.prefix_reward_steps, values.size(-1)
         lambdas = [self.args.gae_lambda if t % steps == 0 else 1.0 for t in range(1, width + 1)]
         of_rows = (token_rewards.view(-1, width), values.view(-1, width), own.mask.view(-1, width))
-        advantages, _ = generalized_advantages(*of_rows, gae_lambda=lambdas)
-        return advantages.view_as(values).masked_fill(left_out, 0.0)
+        both = (generalized_advantages(*of_rows, gae_lambda=each)[0] for each in (lambdas, 1.0))
+        return [each.view_as(values).masked_fill(left_out, 0.0) for each in both]
 
     # Step 4: the policy's loss
 
