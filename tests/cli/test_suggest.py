@@ -312,9 +312,8 @@ def test_what_prefixes_predict_is_measured():
 
 @pytest.mark.parametrize(("found", "says"), [(None, False), ((3, 0.9), False), ((3, 0.5), True)])
 def test_prefixes_are_suggested_where_they_tell(found, says):
-    suggestion = suggest(replace(measured(), prefixes=found))
-    assert suggestion.values.get("prefix_reward_steps") == (3 if says else None)
-    assert ("takes this file too without `prefix_reward_steps`" in suggestion.notes["other methods"]) is says
+    notes = suggest(replace(measured(), prefixes=found)).notes
+    assert ("`prefix_reward_steps: 3` and `gae_lambda: 0.9`" in notes.get("rewards of prefixes", "")) is says
 
 
 # Rewards that training cannot use

@@ -29,7 +29,7 @@ UPDATES = 800  # of the published setting 1; 640 in the held-out worlds
 WARM_UP, FEW = 20, 160  # updates, in the held-out worlds: of the warm-up, and the fewest
 HIGH = 0.98  # quantile
 CUT = 0.05  # share of samples that may be cut at the length that they were drawn with
-# Of a completion, rewards of prefixes, λ, and the share of the noise under which they are worth it (docs/real_chat_validation.md)
+# Most rewards of prefixes of a completion, λ, and the share of the mean square of advantages under which they are worth it
 PREFIXES, LAMBDA, WORTH = 20, 0.9, 0.8
 MOST = 1.0  # gain and its standard error, of extra samples that gain nothing
 FEWEST = 5  # prompts of an update
@@ -144,19 +144,16 @@ def suggest_settings(
     _counts(found, measured, share=float(is_bad(rewards, threshold).mean()))
     _weights(found, measured.rewards, rewards, threshold)
     _learning_rate(found, measured.parameters, use_peft)
-    without = ""
     if measured.prefixes is not None and measured.prefixes[1] < WORTH:
         steps, noise = measured.prefixes
-        found.set(
-            "prefix_reward_steps",
-            steps,
-            f"Measured: the rewards of the first {steps}, {2 * steps}, ... tokens tell so much of a completion's reward that advantages have "
-            f"{noise:.2g} of their mean square. Costs up to {PREFIXES - 1} calls more of the reward a completion: leave both out if it is slow.",
+        found.notes["rewards of prefixes"] = (
+            f"add `prefix_reward_steps: {steps}` and `gae_lambda: {LAMBDA}` for `reinforce` or `repulse`, if up to {PREFIXES - 1} more calls "
+            f"of the reward a completion are cheap. Measured: advantages keep {noise:.2g} of their mean square, since the rewards of the first "
+            f"{steps}, {2 * steps}, ... tokens tell much. A chat model then had a higher reward - beta * KL, nearer to the initial policy: "
+            "lower `beta` too, to a third less, where bad outputs count more."
         )
-        found.set("gae_lambda", LAMBDA, "Goes with it, as for the chat model of docs/real_chat_validation.md.")
-        without = " without `prefix_reward_steps` and `gae_lambda`"
     found.notes["other methods"] = (
-        f"`repulse-ppo` takes this file too{without}. `repulse-grpo` takes it{without} with `--scale_rewards none`. By default it divides rewards by their "
+        "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
         "standard deviation within a prompt, and `alpha` and `beta`, which are in units of the reward, would no longer fit."
     )
     if measured.gain is not None and sum(measured.gain) <= MOST:
