@@ -42,6 +42,9 @@ ON_ACCELERATOR = torch.accelerator.is_available()
 # Completions of an update. A pass over few rows takes an accelerator as long as one over many
 BATCH = 500 if ON_ACCELERATOR else 100
 BAD = {"bad_reward_threshold": -2.0}
+PREFIXES = {"prefix_reward_steps": 1, "gae_lambda": 0.9}
+# Low rewards count more, as in the published baselines with a transform
+EXPONENTIAL = {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3}
 # Trainer, and fields of its configuration in place of those that all have. Those that draw from a proposal too take fewer prompts
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "REINFORCE": ("reinforce", {}),
@@ -68,16 +71,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "REINFORCE, LoRA": ("reinforce", {"learning_rate": 1e-3, "lora_rank": 16}),
     "REINFORCE, 10 a prompt": ("reinforce", {"num_generations": 10}),
-    "REINFORCE, prefixes": ("reinforce", {"prefix_reward_steps": 2}),
-    "REINFORCE, prefixes, lambda 0.9": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.9}),
-    "REINFORCE, prefixes, lambda 0.8": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.8}),
-    "REINFORCE, prefixes, lambda 0.5": ("reinforce", {"prefix_reward_steps": 1, "gae_lambda": 0.5}),
-    "RePULSe, prefixes, lambda 0.9": ("repulse", BAD | {"prefix_reward_steps": 1, "gae_lambda": 0.9}),
+    "REINFORCE, prefixes": ("reinforce", PREFIXES),
+    "REINFORCE, prefixes, lambda 0.8": ("reinforce", PREFIXES | {"gae_lambda": 0.8}),
+    "REINFORCE, prefixes, lambda 1": ("reinforce", {"prefix_reward_steps": 2}),
+    "REINFORCE, prefixes, KL coefficient 0.13": ("reinforce", PREFIXES | {"beta": 0.13}),
     "REINFORCE, 2 a prompt": ("reinforce", {"num_generations": 2}),
-    "exponential transform": (  # low rewards count more, as in the published baselines with a transform
-        "reinforce",
-        {"reward_transform": "exponential", "reward_transform_alpha": 3.0, "reward_transform_beta": -0.3},
-    ),
+    "exponential transform": ("reinforce", EXPONENTIAL),
+    "exponential transform, prefixes": ("reinforce", PREFIXES | EXPONENTIAL),
 }
 TRAINING = 0.25  # share of the minutes in which the first method trains
 RESERVE = 0.06  # share that is kept for loading and saving
