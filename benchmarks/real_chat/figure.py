@@ -20,7 +20,10 @@ from .results import Row, read
 
 PANELS = {"Reward of samples": "reward", "KL to the initial policy": "nats per completion"}
 SHOWN = ("REINFORCE", "RePULSe, 3 extra")  # of the stored methods, in these colours
+PREFIXES = ("REINFORCE, prefixes", "REINFORCE, prefixes, KL coefficient 0.13")
 COLOURS = ("#1f5fa8", "#c8502d", "#3f8f4f", "#7b52a1")
+
+Point = tuple[float, float, float]  # seconds, KL in nats, and the share of answers with a reward under 0
 
 
 def curves(run: Path) -> tuple[str, list[tuple[float, ...]]]:
@@ -45,9 +48,9 @@ def draw_curves(figure: Figure, runs: list[Path]) -> None:
         panel.set(xlabel="seconds of training", ylabel=unit, xlim=(0, None))
 
 
-def shares(rows: list[Row]) -> dict[str, list[tuple[float, float, float]]]:
-    """Of each method's runs for equal seconds: seconds, KL in nats, and the share of answers with a reward under 0."""
-    found: dict[str, list[tuple[float, float, float]]] = {}
+def shares(rows: list[Row]) -> dict[str, list[Point]]:
+    """The points of each method's runs for equal seconds."""
+    found: dict[str, list[Point]] = {}
     for row in (row for row in rows if row.get("budget")):
         answers = row["samples"] * len(row["sums"]["reward"])
         kl, bad = (sum(row["sums"][name]) / answers for name in ("KL, nats", "P(r < 0)"))
@@ -55,14 +58,14 @@ def shares(rows: list[Row]) -> dict[str, list[tuple[float, float, float]]]:
     return found
 
 
-def at_equal_kl(of_method: dict[str, list[tuple[float, float, float]]]) -> tuple[float, float, float]:
+def at_equal_kl(base: list[Point], other: list[Point]) -> tuple[float, float, float]:
     """
-    RePULSe's P(r < 0) over REINFORCE's at the same KL, with the ends of a 95 % interval over runs: least squares of log P(r < 0) on KL and
-    method, with weights as counts have them.
+    P(r < 0) of other runs over that of `base` at the same KL, with the ends of a 95 % interval over runs: least squares of log P(r < 0) on
+    KL and method, with weights as counts have them.
     """
-    runs = [(kl, bad, name != SHOWN[0]) for name in SHOWN for _, kl, bad in of_method[name]]
-    kl, bad, is_repulse = np.array(runs).T
-    weights, columns = np.sqrt(bad), np.stack([np.ones_like(kl), kl, is_repulse], axis=1)
+    runs = [(kl, bad, points is other) for points in (base, other) for _, kl, bad in points]
+    kl, bad, is_other = np.array(runs).T
+    weights, columns = np.sqrt(bad), np.stack([np.ones_like(kl), kl, is_other], axis=1)
     weighted, target = columns * weights[:, None], np.log(bad) * weights
     solution, *_ = np.linalg.lstsq(weighted, target)
     degrees = len(runs) - len(solution)
@@ -72,7 +75,7 @@ def at_equal_kl(of_method: dict[str, list[tuple[float, float, float]]]) -> tuple
     return float(factor), float(low), float(high)
 
 
-def draw_shares(figure: Figure, of_method: dict[str, list[tuple[float, float, float]]]) -> None:
+def draw_shares(figure: Figure, of_method: dict[str, list[Point]]) -> None:
     """A point a run: REINFORCE, RePULSe with the means of their seeds, and all other methods in grey, against KL alone."""
     by_time, by_kl = figure.subplots(1, 2, sharey=True)
     shown = dict(zip(SHOWN, COLOURS, strict=False))
@@ -102,12 +105,12 @@ def main(argv: list[str] | None = None) -> None:
     if options.store is not None:
         of_method = shares(read(options.store))
         draw_shares(figure, of_method)
-        if all(len(of_method.get(name, ())) > 2 and min(of_method[name], key=lambda it: it[2])[2] for name in SHOWN):
-            print(
-                "At equal KL, P(r < 0) of RePULSe over REINFORCE's: {:.2g} ({:.2g} to {:.2g})".format(
-                    *at_equal_kl(of_method)
-                )
-            )
+        base = of_method.get(SHOWN[0], [])
+        for names in (SHOWN[1:], PREFIXES):
+            other = [point for name in names for point in of_method.get(name, ())]
+            if min(len(base), len(other)) > 2 and all(bad for *_, bad in base + other):
+                ends = "{:.2g} ({:.2g} to {:.2g})".format(*at_equal_kl(base, other))
+                print(f"At equal KL, P(r < 0) of {names[0]} over REINFORCE's: {ends}")
     else:
         draw_curves(figure, options.runs)
     for panel in figure.axes:

@@ -222,8 +222,8 @@ def test_figure(tmp_path, monkeypatch):
     (tmp_path / "store.json").write_text(json.dumps([row, row | {"budget": None}]))
     assert figure.shares([row, row | {"budget": None}]) == {"A": [(300.0, 2.0, 0.25)]}
     runs = [(300.0, kl, 0.1 * 0.5**kl) for kl in (1.0, 2.0, 4.0)]
-    of_method = dict(zip(figure.SHOWN, (runs, [(300.0, kl + 1, 0.8 * bad) for _, kl, bad in runs]), strict=True))
-    assert figure.at_equal_kl(of_method) == pytest.approx((1.6, 1.6, 1.6))  # half as much is due to a nat
+    other = [(300.0, kl + 1, 0.8 * bad) for _, kl, bad in runs]
+    assert figure.at_equal_kl(runs, other) == pytest.approx((1.6, 1.6, 1.6))  # half as much is due to a nat
     monkeypatch.chdir(tmp_path)
     for name, given in (("lines", ["reinforce", "repulse"]), ("points", ["--store", "store.json"])):
         figure.main([*given, "--output", f"new/{name}.png"])
