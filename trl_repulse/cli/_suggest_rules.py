@@ -149,8 +149,8 @@ def suggest_settings(
         found.notes["rewards of prefixes"] = (
             f"add `prefix_reward_steps: {steps}` and `gae_lambda: {LAMBDA}` for `reinforce` or `repulse`, if up to {PREFIXES - 1} more calls "
             f"of the reward a completion are cheap. Measured: advantages keep {noise:.2g} of their mean square, since the rewards of the first "
-            f"{steps}, {2 * steps}, ... tokens tell much. A chat model then had a higher reward - beta * KL, nearer to the initial policy: "
-            "lower `beta` too, to a third less, where bad outputs count more."
+            f"{steps}, {2 * steps}, ... tokens tell much. A chat model then had a higher reward - beta * KL nearer to the initial policy, "
+            "and in a long run more bad outputs: lower `beta` too, by a third."
         )
     found.notes["other methods"] = (
         "`repulse-ppo` takes this file too. `repulse-grpo` takes it with `--scale_rewards none`. By default it divides rewards by their "
